@@ -1,0 +1,1 @@
+"""The LoRA room: reading adapters whole or refusing them by name, and keeping their versions."""

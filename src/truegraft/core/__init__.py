@@ -1,0 +1,1 @@
+"""Policy: which request computes which tokens in which step. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Drafts and their verification. A draft can save time; it cannot change a token."""
