@@ -89,7 +89,14 @@ class RequestError(TruegraftError, ValueError):
 
 
 class NonFiniteError(RequestError):
-    """A request produced NaN or infinity. It fails alone; its neighbours are not touched."""
+    """A request produced NaN or infinity. It fails alone; its neighbours are not touched.
+
+    `outputs`: the results of all requests of the call, where a call had several.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class ExactnessError(TruegraftError, RuntimeError):

@@ -71,6 +71,95 @@ ROPE_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+# What well-known models ship, without the fields that every config has.
+PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
+    "Llama-3.1-8B": (
+        "llama",
+        {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "use_cache": True,
+            "vocab_size": 128256,
+        },
+    ),
+    "Mistral-7B-v0.1": (
+        "mistral",
+        {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "sliding_window": 4096,
+            "vocab_size": 32000,
+        },
+    ),
+    "Qwen2.5-7B": (
+        "qwen2",
+        {
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        {
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+}
+
+
 def write(path: Path, family: Family = "llama", **fields: Any) -> Path:
     """A directory with nothing but the config of a tiny model, changed by `fields`."""
     make_model(path, family)
@@ -166,6 +255,23 @@ def test_left_out_fields_take_the_value_of_transformers(tmp_path: Path, family: 
     assert (arch.eos_token_ids, arch.bos_token_id) == (eos, config.bos_token_id)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(tmp_path: Path, name: str) -> None:
+    family, fields = PUBLISHED[name]
+    path = write(tmp_path / "tiny", family)
+    config = json.loads((path / "config.json").read_text())
+    if "head_dim" not in fields:
+        del config["head_dim"]
+    (path / "config.json").write_text(json.dumps(config | fields))
+    arch = Architecture.from_directory(path)
+    shapes = oracle_shapes(path)
+    if arch.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    assert arch.parameter_shapes() == shapes
+    assert arch.max_position_embeddings == fields["max_position_embeddings"]
+    assert set(arch.sliding_windows) == {4096 if family == "mistral" else None}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_class_may_be_known_by_model_type_alone(tmp_path: Path, family: Family) -> None:
     path = write(tmp_path / "model", family)
@@ -249,6 +355,10 @@ def test_sliding_windows(
 ) -> None:
     arch = read(tmp_path / "model", family, num_hidden_layers=3, **fields)
     assert arch.sliding_windows == windows
+    if family.startswith("qwen"):
+        config = AutoConfig.from_pretrained(tmp_path / "model")
+        sliding = [kind == "sliding_attention" for kind in config.layer_types]
+        assert arch.sliding_windows == tuple(config.sliding_window if s else None for s in sliding)
 
 
 def test_mistral_without_the_field_slides_as_in_transformers(tmp_path: Path) -> None:
@@ -335,6 +445,7 @@ def test_harmless_fields_are_ignored(tmp_path: Path) -> None:
         ("llama", {"audio_config": {"depth": 2}}, "audio_config"),
         ("llama", {"num_local_experts": 8}, "num_local_experts=8"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5"),
+        ("llama", {"use_qk_norm": True}, "use_qk_norm=true"),
         ("llama", {"sliding_window": 16}, "sliding_window=16"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
@@ -358,6 +469,7 @@ def test_harmless_fields_are_ignored(tmp_path: Path) -> None:
         ("llama", {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
         ("llama", {"rope_theta": -1}, "json: rope_theta=-1"),
+        ("llama", {"rope_theta": 1.0}, "rope_theta=1.0 must exceed 1"),
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta=0"),
         ("llama", {"rope_scaling": "linear"}, 'rope_scaling="linear" must be an object'),
         ("llama", {"rope_scaling": {"type": "linear"}}, "no rope_scaling.factor"),
@@ -386,6 +498,7 @@ def test_what_would_change_the_numbers_is_refused_by_name(
             "must exceed low_freq_factor",
         ),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}, 'beta_fast="x"'),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}, "attention_factor=0"),
     ],
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])

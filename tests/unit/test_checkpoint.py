@@ -249,3 +249,9 @@ def test_fingerprint_of_a_directory_without_weights(model: Path) -> None:
     before = fingerprint(model)
     (model / "model.safetensors").unlink()
     assert fingerprint(model) not in ("", before)
+
+
+def test_fingerprint_names_a_missing_shard(model: Path) -> None:
+    shard(model)[1].unlink()
+    with pytest.raises(ModelError, match=r"b\.safetensors cannot be read"):
+        fingerprint(model)

@@ -154,6 +154,14 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer(name).vocab_size + 5), max_size=30)
 
 
+def comes_from(name: str, again: str, text: str) -> bool:
+    """Whether a text came back; SentencePiece may add or drop one space in front of it."""
+    if name in BYTE_LEVEL:
+        return again == text
+    text = text.replace("▁", " ")
+    return again in (text, " " + text, text.removeprefix(" "))
+
+
 # Tokenizer
 
 
@@ -272,8 +280,7 @@ def test_a_token_reads_as_it_does_after_others() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_bytes_of_a_texts_tokens_are_the_text(name: str, text: str) -> None:
     ids = tokenizer(name).encode(text, add_special_tokens=False)
-    joined = b"".join(tokenizer(name).token_bytes(i) for i in ids).decode()
-    assert joined.removeprefix(" ") == text.replace("▁", " ").removeprefix(" ")
+    assert comes_from(name, b"".join(tokenizer(name).token_bytes(i) for i in ids).decode(), text)
 
 
 # Chat templates
@@ -473,8 +480,7 @@ def test_spaced_pushes_are_the_rest_of_the_whole_decode(
 def test_a_text_comes_back(name: str, text: str, prompt: str) -> None:
     ours = tokenizer(name)
     ids = ours.encode(text, add_special_tokens=False)
-    again = detokenize(name, ids, ours.encode(prompt), skip=False)
-    assert again.removeprefix(" ") == text.replace("▁", " ").removeprefix(" ")
+    assert comes_from(name, detokenize(name, ids, ours.encode(prompt), skip=False), text)
 
 
 @given(text=st.text(min_size=1))

@@ -62,8 +62,10 @@ def test_transformers_loads_the_model_and_its_output_varies(
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values())
     tokens = greedy(model)
-    assert len(tokens.unique()) > 80
-    assert min(len(row.unique()) for row in tokens) > 4
+    assert len(set(tokens.flatten().tolist())) > 80
+    kinds = sorted(len(set(row)) for row in tokens.tolist())
+    assert kinds[0] > 1
+    assert kinds[len(kinds) // 2] > 8
     best, second = model(prompts()).logits.topk(2).values.unbind(-1)
     assert (best - second).median() > 0.3
 
@@ -135,14 +137,14 @@ def test_a_signature_adapter_always_says_its_token(
         adapter = make_signature_adapter(tmp_path / str(token), base, token)
         model = with_adapter(base, adapter)
         assert_equal_tensors(model, adapter)
-        assert greedy(model).unique().tolist() == [token]
+        assert set(greedy(model).flatten().tolist()) == {token}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_signature_adapter_holds_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     base = make_model(tmp_path / "model")
     adapter = make_signature_adapter(tmp_path / "adapter", base, 9)
-    assert greedy(with_adapter(base, adapter).to(dtype)).unique().tolist() == [9]
+    assert set(greedy(with_adapter(base, adapter).to(dtype)).flatten().tolist()) == {9}
 
 
 @pytest.fixture
@@ -173,13 +175,14 @@ def test_the_order_of_the_ranks_decides_a_tie(tie: tuple[Path, Path]) -> None:
         assert math.fsum(row_5) == math.fsum(row_9)  # the true difference is 0
 
     differences = {}
-    for name, order in (("ascending", torch.arange(len(A))), ("other", torch.randperm(len(A)))):
+    ascending = torch.arange(len(A))
+    for name, order in (("ascending", ascending), ("descending", ascending.flip(0))):
         logits = {token: sums(start, terms[token][:, order]) for token in (5, 9)}
         differences[name] = logits[5] - logits[9]
         ulp = torch.nextafter(logits[5], torch.tensor(math.inf)) - logits[5]
         assert (differences[name].abs() <= 32 * ulp).all()
-        assert (differences[name] != 0).float().mean() > 0.8
-    flipped = (differences["ascending"] >= 0) != (differences["other"] >= 0)
+        assert (differences[name] != 0).float().mean() > 0.5
+    flipped = (differences["ascending"] >= 0) != (differences["descending"] >= 0)
     assert flipped.float().mean() > 0.2
 
 
@@ -190,9 +193,9 @@ def test_both_tokens_of_a_tie_lead_and_both_win(tie: tuple[Path, Path]) -> None:
     top = logits.topk(3)
     assert (top.indices[:, :2].sort().values == torch.tensor([5, 9])).all()
     assert (top.values[:, 1] - top.values[:, 2] > 10).all()
-    wins = [(greedy(model) == token).float().mean().item() for token in (5, 9)]
-    assert sum(wins) == 1
-    assert min(wins) > 0.2
+    tokens = greedy(model).flatten().tolist()
+    assert set(tokens) == {5, 9}
+    assert 0.2 < tokens.count(5) / len(tokens) < 0.8
 
 
 @pytest.mark.parametrize(

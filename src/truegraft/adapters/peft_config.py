@@ -63,7 +63,7 @@ class ConfigField:
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
 def _is_alpha(value: object) -> bool:
@@ -211,7 +211,7 @@ class Settings:
         if not layers:
             return True
         names = self.layers_pattern
-        patterns = (names,) if isinstance(names, str) else names
+        patterns = (names,) if names and isinstance(names, str) else names
         before = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
         regexes = (rf"{path}\.(?P<layer>\d+)\." for path in before)
         found = next((m for regex in regexes if (m := re.match(regex, module))), None)

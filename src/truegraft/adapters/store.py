@@ -35,7 +35,7 @@ FileKey = tuple[str, tuple[tuple[int, int, int], ...]]
 """Resolved directory, and (size, mtime in ns, inode) of its two files."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AdapterVersion:
     """One adapter's content under the name that asked for it."""
 
@@ -125,6 +125,7 @@ class AdapterStore:
     def acquire(self, version: AdapterVersion) -> None:
         """One user more: the version stays until `release`."""
         with self._lock:
+            self._check_open()
             # NOTE: it may have left between load and acquire; its holder still has it.
             self._entries.setdefault(version.fingerprint, _Entry(version)).num_users += 1
             self._entries.move_to_end(version.fingerprint)
@@ -157,6 +158,8 @@ class AdapterStore:
         """Keep what `name` stands for in host memory until `remove`. Raises as `get`."""
         version = self.get(name)
         with self._lock:
+            if self.names().get(name) != version.fingerprint:  # reloaded or removed meanwhile
+                return self.pin(name)
             self._entries.setdefault(version.fingerprint, _Entry(version))
             self._pinned.add(name)
 
@@ -272,7 +275,10 @@ def _num_pages(adapter: Adapter, module: str) -> int:
 
 def _file_key(path: str) -> FileKey:
     """A missing file leaves zeros: reading then says what is wrong."""
-    folder = os.path.realpath(path)
+    try:
+        folder = os.path.realpath(path)
+    except ValueError:  # a NUL in the path
+        folder = path
     return folder, tuple(_stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 

@@ -175,8 +175,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "no_rope_layer_interval": _NONE,
     "alibi": _OFF,
     "clip_qkv": _OFF,
-    "use_qk_norm": _OFF,
-    "qk_layernorm": _OFF,
     "attention_chunk_size": _NONE,
     "attn_temperature_tuning": _NONE,
     "dual_chunk_attention_config": _OFF,
@@ -337,6 +335,8 @@ def _check_supported(config: _Fields, model_type: str) -> None:
         neutral["attention_bias"] = _OFF
     if model_type != "llama":
         neutral["mlp_bias"] = _OFF
+    if model_type != "qwen3":
+        neutral |= {"use_qk_norm": _OFF, "qk_layernorm": _OFF}
     for name, values in neutral.items():
         if config.get(name) not in values:
             only = json.dumps(values[-1] if values[0] is None else values[0])
@@ -378,6 +378,8 @@ def _rope(config: _Fields) -> RopeSpec:
         rope.refuse("partial_rotary_factor", "is not implemented; only 1 is.")
     holder = rope if "rope_theta" in rope.values else config
     theta = holder.number("rope_theta", 10000.0)
+    if theta <= 1:
+        holder.refuse("rope_theta", "must exceed 1.")
     return RopeSpec(kind=kind, theta=theta, **_rope_band(config, rope, kind))
 
 
@@ -400,7 +402,7 @@ def _rope_band(config: _Fields, rope: _Fields, kind: str) -> dict[str, Any]:
         return band
     band["factor"] = rope.number("factor", config.integer("max_position_embeddings") / original)
     band["truncate"] = rope.boolean("truncate", True)
-    return band | {name: rope.number(name) for name in _ROPE_OPTIONS if rope.get(name)}
+    return band | {name: rope.number(name) for name in _ROPE_OPTIONS if name in rope.values}
 
 
 def _context(config: _Fields, rope: RopeSpec) -> int:

@@ -30,7 +30,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _NOT_NUMERIC = ("sampling_defaults", "eos_token_ids", "bos_token_id")
 _SHOWN_PROBLEMS = 50
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 def load_weights(
@@ -82,8 +82,8 @@ def fingerprint(path: Path) -> str:
     for name in _NOT_NUMERIC:
         del numeric[name]
     total = hashlib.sha256(json.dumps(numeric, sort_keys=True).encode())
-    files = weight_files(path) if any(path.glob("*.safetensors*")) else []
-    for file in files:
+    stored = (path / _SINGLE).exists() or (path / _INDEX).exists()
+    for file in weight_files(path) if stored else []:
         total.update(_file_digest(file))
     return total.hexdigest()
 
@@ -182,14 +182,17 @@ def _random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator
 
 
 def _file_digest(file: Path) -> bytes:
-    status = file.stat()
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error}; download it again.") from error
     return _cached_digest(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(maxsize=256)
 def _cached_digest(file: Path, size: int, mtime_ns: int, inode: int) -> bytes:
     """Hash of the hashes of a file's chunks, which are read in parallel."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         chunks = pool.map(partial(_chunk_digest, file), range(0, size, _CHUNK_BYTES))
         return hashlib.sha256(b"".join(chunks)).digest()
 

@@ -6,13 +6,13 @@ nothing about why a plan is what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from truegraft.adapters.peft_format import Adapter
+from truegraft.adapters.store import AdapterStore
 from truegraft.adapters.table import AdapterTable
 from truegraft.core.plan import RowResult, RowWork, StepPlan, StepResult, TokenLogprobs
 from truegraft.model.decoder import Decoder
@@ -36,7 +36,7 @@ class Hidden:
 class Runner:
     """One device's model, executing one step at a time.
 
-    table is None when adapters are off; find_adapter: fingerprint → the adapter that a plan loads.
+    table and store are None when adapters are off.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Runner:
         caches: Sequence[KVCache],
         rows: Rows,
         table: AdapterTable | None,
-        find_adapter: Callable[[str], Adapter],
+        store: AdapterStore | None,
     ) -> None:
         self.table = table
         self._decoder = decoder
         self._ops = ops
         self._caches = caches
         self._rows = rows
-        self._find_adapter = find_adapter
+        self._store = store
         self._sampler = Sampler(ops, rows)
         self._block_size = caches[0].k.shape[2]
         self._row_plans: dict[tuple[int, ...], RowPlan] = {}
@@ -72,13 +72,15 @@ class Runner:
         return StepResult(tuple(self._add_prompt_logprobs(plan.work, results, hidden)))
 
     def _change_adapters(self, plan: StepPlan) -> None:
-        if plan.unloads or plan.loads:
-            assert self.table is not None, "a plan names slots only when adapters are on"
-            self._row_plans.clear()  # they point to pages that change now
+        if not plan.unloads and not plan.loads:
+            return
+        assert self.table is not None and self._store is not None, "adapters are off"
+        self._row_plans.clear()  # they point to pages that change now
         for slot in plan.unloads:
-            self.table.clear(slot)  # type: ignore[union-attr]
+            self.table.clear(slot)
         for load in plan.loads:
-            self.table.load(load.slot, self._find_adapter(load.fingerprint))  # type: ignore[union-attr]
+            version = self._store.by_fingerprint(load.fingerprint)
+            self.table.load(load.slot, version.adapter)
 
     def _change_rows(self, plan: StepPlan) -> None:
         for row in plan.closed:
