@@ -54,7 +54,10 @@ def edit_config(folder: Path, **fields: Any) -> None:
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     """Replace an adapter's tensors by `change` of them."""
     tensors = change(load_file(folder / WEIGHTS))
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
+    save_file(
+        {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()},
+        folder / WEIGHTS,
+    )
 
 
 def _wrong_prefix(folder: Path) -> None:

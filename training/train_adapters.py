@@ -73,6 +73,7 @@ def save(model: Any, folder: Path) -> None:
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text()) | {"base_model_name_or_path": BASE_NAME}
+    config["target_modules"] = sorted(config["target_modules"])  # peft keeps them in a set
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -34,7 +34,7 @@ def strict_keywords(cls: type[_T]) -> type[_T]:
                 refuse_option(cls.__name__, name, kwargs[name], valid)
         build(self, *args, **{k: v for k, v in kwargs.items() if k in valid})
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
     return cls
 
 

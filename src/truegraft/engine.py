@@ -36,7 +36,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.tokenizer = Tokenizer.from_directory(config.model.tokenizer, config.model.chat_template)
+        self.tokenizer = Tokenizer.from_directory(
+            config.model.tokenizer, config.model.chat_template
+        )
         built = build(config)
         self.arch = built.arch
         self.dtype = built.dtype

@@ -45,7 +45,7 @@ class Sample:
     stop_reason: int | str | None = None
 
     def take(self, update: Update) -> bool:
-        """Append a step's tokens. True if a stop string ended the sample; later ones are dropped."""
+        """Append a step's tokens. True if a stop string ended the sample; the rest is dropped."""
         request, params = self.request, self.request.sampling
         self.logprobs += update.logprobs
         for token in update.token_ids:

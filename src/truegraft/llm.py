@@ -127,35 +127,31 @@ class LLM:
 
         Raises as `generate`, and TokenizerError where the model has no template.
         """
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        conversations: list[Any] = [messages] if _is_conversation(messages) else [*messages]
+        encode = self.get_tokenizer().encode_chat
         prompts: list[Prompt] = [
-            {
-                "prompt_token_ids": self.get_tokenizer().encode_chat(
-                    conversation, add_generation_prompt=add_generation_prompt, tools=tools
-                )
-            }
+            encode(conversation, add_generation_prompt=add_generation_prompt, tools=tools)
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, lora_request, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json asks for, over vLLM's defaults."""
-        return SamplingParams(**self.engine.arch.sampling_defaults)
+        defaults: dict[str, Any] = dict(self.engine.arch.sampling_defaults)
+        return SamplingParams(**defaults)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
     def _tokens(self, prompt: Prompt, lora: LoRARequest | None) -> PromptTokens:
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return PromptTokens(list(prompt["prompt_token_ids"]), None, lora)
-        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-            text = str(prompt["prompt"])
-            return PromptTokens(self.get_tokenizer().encode(text), text, lora)
-        if isinstance(prompt, list):
-            return PromptTokens(prompt, None, lora)
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(given, str):
+            return PromptTokens(self.get_tokenizer().encode(given), given, lora)
+        if isinstance(given, (list, tuple)):
+            return PromptTokens(list(given), None, lora)
         raise RequestError(
             f"prompt {prompt!r} is not text, token ids, "
             '{"prompt": text} or {"prompt_token_ids": ids}.'
@@ -172,9 +168,7 @@ class LLM:
             for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
                 seed = mix_seed(engine.config.model.seed, index)
                 request_id = str(next(self._counter))
-                generations.append(
-                    engine.add(request_id, prompt, param, adapters[index], seed)
-                )
+                generations.append(engine.add(request_id, prompt, param, adapters[index], seed))
             with _progress(len(prompts), progress) as advance:
                 while engine.has_work:
                     advance(sum(g.finished for g in engine.step()))
@@ -298,7 +292,7 @@ def _lora_config(values: Mapping[str, Any]) -> LoRAConfig:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many → many. A list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -277,6 +278,16 @@ def test_a_fused_tensor_is_split(
         source = module.removesuffix(last) + (parts[0] if last in parts else last)
         assert torch.equal(weights.a, original[f"base_model.model.{source}.lora_A.weight"])
         assert torch.equal(weights.b, original[f"base_model.model.{module}.lora_B.weight"])
+
+
+def test_fused_and_split_forms_of_one_adapter_are_the_same_version(good: Path) -> None:
+    def share_a(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: tensors[re.sub("[kv]_proj.lora_A", "q_proj.lora_A", n)] for n in tensors}
+
+    edit_tensors(good, share_a)
+    split = read(good).fingerprint
+    edit_tensors(good, lambda ts: fuse(ts, "qkv_proj", ("q_proj", "k_proj", "v_proj")))
+    assert read(good).fingerprint == split
 
 
 def test_a_fused_tensor_beside_one_of_its_parts_is_refused(good: Path) -> None:
@@ -570,6 +581,8 @@ def test_a_copy_of_the_base_s_weight_must_be_equal(tmp_path: Path, tie: bool) ->
     assert_equals(read(tmp_path, base_weight=base_weight), oracle)
     half = read(tmp_path, base_weight=lambda m: base_weight(m).half(), dtype=torch.float16)
     assert half.modules.keys() == oracle.keys()
+    edit_tensors(tmp_path, lambda ts: {n: t.bfloat16() for n, t in ts.items()})
+    assert read(tmp_path, base_weight=base_weight).modules.keys() == oracle.keys()
     refused_with(tmp_path, "cannot be compared", "save_embedding_layers=False")
     refused_with(
         tmp_path, "differs from the base's weight", base_weight=lambda m: base_weight(m) + 1

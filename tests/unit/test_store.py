@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +242,11 @@ def test_files_that_change_while_they_are_read_are_read_again(
         load(store, tmp_path / "b")
 
 
+def read_slowly(path: str, *args: object, **options: object) -> Adapter:
+    time.sleep(0.1)  # so that the other threads come meanwhile
+    return read_adapter(path, *args, **options)  # type: ignore[arg-type]
+
+
 def read_and_touch(path: str, *args: object, **options: object) -> Adapter:
     adapter = read_adapter(path, *args, **options)  # type: ignore[arg-type]
     file = Path(path) / "adapter_config.json"
@@ -249,9 +255,10 @@ def read_and_touch(path: str, *args: object, **options: object) -> Adapter:
 
 
 def test_threads_that_load_the_same_adapter_read_it_once(
-    store: AdapterStore, tmp_path: Path
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_adapter(tmp_path / "a")
+    monkeypatch.setattr(store_module, "read_adapter", read_slowly)
     barrier = Barrier(8)
 
     def run(index: int) -> AdapterVersion:

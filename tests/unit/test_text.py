@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -300,6 +300,17 @@ def test_chat_agrees_with_transformers(name: str, tmp_path: Path) -> None:
         assert ours.encode_chat(MESSAGES).count(ours.bos_token_id) == 1
 
 
+def test_chat_adds_no_bos_that_the_template_does_not_write(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(write(tmp_path, "bos", chat_template=CHATML))
+    assert ours.encode("hello")[0] == ours.bos_token_id
+    assert ours.bos_token_id not in ours.encode_chat(MESSAGES)
+
+
+def test_no_tools_is_none_for_the_template(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(write(tmp_path, "bos"), "{{ tools is none }}")
+    assert ours.apply_chat_template(MESSAGES, tools=[]) == "True"
+
+
 HELPERS = [
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
     "{{ messages | tojson }}|{{ messages[1] | tojson(indent=2) }}",
@@ -342,7 +353,7 @@ def test_which_template_wins(tmp_path: Path) -> None:
 
     assert (rendered(), rendered(tools=[{}])) == ("d", "t")
     (tmp_path / "chat_template.jinja").write_text("{{ 'beside' }}")
-    assert rendered() == "beside"
+    assert (rendered(), rendered(tools=[{}])) == ("beside", "t")
     assert rendered("{{ 'text' }}") == "text"
     assert rendered(str(tmp_path / "mine.txt")) == "file"
     with pytest.raises(TokenizerError, match="neither jinja2 text nor a readable file"):
@@ -423,6 +434,12 @@ def test_bad_messages_are_named(messages: Any, named: str) -> None:
 def test_byte_level_pushes_are_the_whole_decode(name: str, data: st.DataObject, skip: bool) -> None:
     ids, prompt = data.draw(ids_of(name)), data.draw(ids_of(name))
     assert detokenize(name, ids, prompt, skip) == tokenizer(name).decode(ids, skip)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_token_alone_is_its_decode(name: str) -> None:
+    for i in range(tokenizer(name).vocab_size + 2):
+        assert detokenize(name, [i], [], skip=False) == tokenizer(name).decode([i], False)
 
 
 def without_byte_tokens(name: str) -> st.SearchStrategy[list[int]]:
@@ -558,6 +575,7 @@ def test_stops_do_not_depend_on_the_pieces(
 
 
 @given(pieces=st.lists(st.text("abc", max_size=5), max_size=8), stops=STOPS)
+@example(pieces=["cab"], stops=["abab", "ba"])
 def test_only_what_may_become_a_stop_is_held(pieces: list[str], stops: list[str]) -> None:
     checker, given_out, seen = StopChecker(stops), "", ""
     for piece in pieces:
@@ -567,6 +585,19 @@ def test_only_what_may_become_a_stop_is_held(pieces: list[str], stops: list[str]
         given_out, seen = given_out + safe, seen + piece
         prefixes = {stop[:n] for stop in stops for n in range(len(stop))} | {""}
         assert seen[len(given_out) :] == max((p for p in prefixes if seen.endswith(p)), key=len)
+
+
+@given(skipped=st.text("abc", max_size=6), text=st.text("abc", max_size=6), stops=STOPS)
+@example(skipped="aba", text="c", stops=["abab", "ba"])
+def test_stops_that_end_in_skipped_text_are_passed_over(
+    skipped: str, text: str, stops: list[str]
+) -> None:
+    checker = StopChecker(stops)
+    safe, found = checker.push(skipped, search=False)
+    assert found is None
+    end, stop = first_complete(skipped + text, stops, after=len(skipped))
+    rest, found = run_checker(checker, [text])
+    assert (safe + rest, found) == ((skipped + text)[: end - len(stop or "")], stop)
 
 
 def test_ties_go_to_the_first_of_the_list() -> None:
@@ -638,6 +669,19 @@ def test_the_text_of_a_stop_token_counts_only_if_included() -> None:
     assert output(ids, stop_token=True, include_stop_str_in_output=True)[0] == "hi"
     assert output(encode("hix"), stop_token=True)[0] == "hi"
     assert output(encode("hix"), stop_token=True, include_stop_str_in_output=True)[0] == "hix"
+
+
+def test_a_stop_token_ends_the_sample_before_its_text_is_searched() -> None:
+    params = {"stop": ".", "include_stop_str_in_output": True}
+    assert output(encode("a."), stop_token=True, **params) == ("a.", None, 2)
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    ours = tokenizer("chatml")
+    two, four = (
+        next(i for i in range(400) if ours.token_bytes(i) == b) for b in (b"\xc3", b"\xf0")
+    )
+    assert output([two, four], stop="\ufffd", include_stop_str_in_output=True)[0] == "\ufffd"
 
 
 def test_half_a_character_and_held_text_come_at_the_end() -> None:

@@ -452,7 +452,7 @@ def _cast(name: str, stored: Tensor, dtype: torch.dtype, faults: Faults) -> Tens
         faults.add("value", f"{name} holds {num_bad} NaN or infinite values of {stored.numel()}.")
         return stored
     value = stored.to(dtype)
-    num_bad = int((~torch.isfinite(value)).sum())
+    num_bad = 0 if value is stored else int((~torch.isfinite(value)).sum())
     if num_bad:
         faults.add(
             "value",

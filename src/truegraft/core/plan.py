@@ -62,7 +62,7 @@ class SlotLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Executed in field order: rows close, slots clear, adapters load, rows open, work."""
+    """One step, executed in field order: rows close, slots clear, adapters load, rows open."""
 
     step: int
     closed: tuple[int, ...]

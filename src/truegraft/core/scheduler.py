@@ -168,8 +168,7 @@ class Scheduler:
             new_blocks=new_blocks,
             draft=tokens,
             samples=reaches_end,
-            prompt_logprobs=request.sampling.prompt_logprobs is not None
-            and in_prompt,
+            prompt_logprobs=request.sampling.prompt_logprobs is not None and in_prompt,
         )
 
     def _admit(self, draft: _Draft) -> None:

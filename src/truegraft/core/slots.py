@@ -146,7 +146,8 @@ class SlotPool:
             return False
         staying = [r for r in self._residents.values() if not any(r is out for out in leaving)]
         used = [sum(counts) for counts in zip(*(r.pages for r in staying), strict=True)]
-        return all(u + p <= self.num_pages for u, p in zip(used or [0] * len(pages), pages))
+        used = used or [0] * len(pages)
+        return all(u + p <= self.num_pages for u, p in zip(used, pages, strict=True))
 
     def check_integrity(self, users: dict[str, int]) -> None:
         """Assert the pool's invariants, and that `users` counts each adapter's users."""

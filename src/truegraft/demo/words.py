@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 MONTHS = tuple(
-    "January February March April May June July "
-    "August September October November December".split()
+    "January February March April May June July August September October November December".split()
 )
 WEEKDAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
 

@@ -136,9 +136,8 @@ class _Builder:
         names = [f"{module}.bias" for module in modules]
         if not any(name in self._weights for name in names):
             return None
-        return torch.cat(
-            [self._weights.get(n, w.new_zeros(w.shape[0])) for n, w in zip(names, weights)]
-        )
+        zeros = (w.new_zeros(w.shape[0]) for w in weights)
+        return torch.cat([self._weights.get(n, zero) for n, zero in zip(names, zeros, strict=True)])
 
     def _qk_norm(self, attention: str) -> QKNorm | None:
         if not self._arch.qk_norm:

@@ -156,9 +156,7 @@ class _Proof:
             slots.fill_(-1)
         return self._same_rows(self._randn(count, k), slots, run)
 
-    def _same_rows(
-        self, x: Tensor, slots: Tensor, run: Callable[[Tensor, Tensor], Tensor]
-    ) -> bool:
+    def _same_rows(self, x: Tensor, slots: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """Whether rows of x keep their bits in calls of every size and at every place."""
         whole = run(x, slots)
         for count in self._counts:
@@ -178,11 +176,7 @@ class _Proof:
             weight, residual = self._randn(width), self._randn(width)
             yield (
                 f"add_norm {width}",
-                self._same_rows(
-                    self._randn(count, width),
-                    none,
-                    lambda x, _, w=weight, r=residual: ops.add_norm(x, r.expand_as(x), w, 1e-5)[0],
-                ),
+                self._same_rows(self._randn(count, width), none, self._norm(weight, residual)),
             )
         for inner in sorted(shapes.inner):
             x = self._randn(count, 2 * inner)
@@ -192,6 +186,9 @@ class _Proof:
         yield "sample", self._same_rows(logits, none, self._draw)
         for shape in sorted(shapes.attention, key=repr):
             yield f"rope_write {shape}", self._rope_rows(shape, shapes.qk_norm)
+
+    def _norm(self, weight: Tensor, residual: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, _: self._ops.add_norm(x, residual.expand_as(x), weight, 1e-5)[0]
 
     def _draw(self, logits: Tensor, _: Tensor) -> Tensor:
         """Adjust and sample as two kinds of request do; returns what the noise was added to."""

@@ -330,7 +330,7 @@ class TilePlan(AttentionPlan):
 
 class _Tile(NamedTuple):
     first: int  # row of the step
-    count: int  # query rows in use
+    used: int  # query rows in use
     position: int  # of the first query
     table: Tensor  # [max blocks], the sequence's blocks
 
@@ -350,7 +350,7 @@ def _plan_tiles(batch: TokenBatch, shape: AttentionShape, heights: Sequence[int]
     base = 0
     for size, tiles in of_size.items():
         for place, tile in zip(range(base, base + len(tiles) * size, size), tiles, strict=True):
-            inverse[tile.first : tile.first + tile.count] = torch.arange(place, place + tile.count)
+            inverse[tile.first : tile.first + tile.used] = torch.arange(place, place + tile.used)
         base += len(tiles) * size
         if tiles:
             classes.append(_lay_out_tiles(tiles, size, shape, sizes[size]))
@@ -375,7 +375,7 @@ def _cut(batch: TokenBatch, sizes: Sequence[int]) -> list[tuple[_Tile, int]]:
 def _lay_out_tiles(tiles: list[_Tile], rows: int, shape: AttentionShape, height: int) -> _Tiles:
     lanes = torch.arange(rows)
     first = torch.tensor([t.first for t in tiles])
-    count = torch.tensor([t.count for t in tiles])
+    count = torch.tensor([t.used for t in tiles])
     lane = torch.minimum(lanes, count[:, None] - 1)  # unused lanes repeat the last one
     positions = torch.tensor([t.position for t in tiles])[:, None] + lane  # [T, rows]
     tables = torch.stack([t.table for t in tiles]).long()
@@ -490,8 +490,8 @@ def _adjust_row(z: Tensor, row: SamplingRow) -> None:
         counts = torch.bincount(row.output, minlength=len(z))
         z -= row.frequency_penalty * counts.float()
         z -= row.presence_penalty * (counts > 0).float()
-    for token, value in row.bias:
-        z[token] += value
+    for token, bias in row.bias:
+        z[token] += bias
     if row.allowed is not None:
         masked = torch.ones(len(z), dtype=torch.bool)
         masked[list(row.allowed)] = False

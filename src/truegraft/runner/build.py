@@ -52,9 +52,7 @@ def build(config: EngineConfig) -> Built:
     max_len, num_blocks = plan_cache(config, arch, dtype)
     _check_weights_fit(arch, dtype)
     model = config.model
-    weights = load_weights(
-        model.path, arch, dtype, load_format=model.load_format, seed=model.seed
-    )
+    weights = load_weights(model.path, arch, dtype, load_format=model.load_format, seed=model.seed)
     tiles = choose_tiles(op_shapes(arch, config.lora is not None), lambda t: ReferenceOps(dtype, t))
     ops = ReferenceOps(dtype, tiles)
     store = table = None

@@ -105,6 +105,4 @@ def _describe(logprobs: Tensor, token: int, top: int) -> TokenLogprobs:
     candidates = (logprobs >= least).nonzero().flatten()
     order = logprobs[candidates].sort(descending=True, stable=True)
     ids = candidates[order.indices[:top]].tolist()
-    return TokenLogprobs(
-        token, float(chosen), rank, tuple(ids), tuple(order.values[:top].tolist())
-    )
+    return TokenLogprobs(token, float(chosen), rank, tuple(ids), tuple(order.values[:top].tolist()))
