@@ -16,7 +16,7 @@ import typer
 
 from truegraft import __version__
 from truegraft.cli import chat, check, demo, generate
-from truegraft.cli.console import emit, keep_printing, show_error
+from truegraft.cli.console import emit, prepare_streams, show_error
 from truegraft.errors import (
     AdapterError,
     ExactnessError,
@@ -27,7 +27,6 @@ from truegraft.errors import (
 
 app = typer.Typer(
     name="truegraft",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -40,9 +39,9 @@ app.command()(check.check)
 
 def main() -> None:
     """Run the command that sys.argv names and exit with its code."""
-    keep_printing()
+    prepare_streams()
     try:
-        app()
+        app(prog_name="truegraft")
     except TruegraftError as error:
         show_error(error)
         sys.exit(exit_code(error))
@@ -61,11 +60,14 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Serve many LoRA adapters over one base model, with bit-exact answers."""
+    if context.invoked_subcommand is None:
+        emit(context.get_help())

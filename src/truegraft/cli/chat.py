@@ -30,12 +30,12 @@ from truegraft.cli.serving import (
     given_params,
     speculation,
 )
-from truegraft.errors import ConfigError, RequestError, TruegraftError
+from truegraft.errors import ConfigError, TruegraftError
 
 if TYPE_CHECKING:
     from truegraft.llm import LLM
 
-COMMANDS = "/adapter NAME switches, /reset forgets what was said, /quit or Ctrl-D leaves"
+COMMANDS = "/adapter NAME switches, /reset forgets what was said, /quit leaves"
 
 
 def chat(
@@ -58,7 +58,10 @@ def chat(
         str | None, typer.Option(help="Jinja text or a file, for a model that has none.")
     ] = None,
 ) -> None:
-    """Talk to a model; /adapter NAME switches, /reset forgets, /quit leaves."""
+    """Talk to a model and its adapters.
+
+    /adapter NAME switches, /reset forgets what was said, /quit or Ctrl-D leaves.
+    """
     serving = Serving.parse(model, lora)
     given = given_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -105,10 +108,6 @@ class Conversation:
                 line = input(f"{self._name}> " if interactive else "")
             except EOFError:
                 return
-            except UnicodeDecodeError as error:
-                raise RequestError(
-                    f"stdin is not {error.encoding} text: {error.reason}."
-                ) from error
             if line.strip():
                 yield line
 

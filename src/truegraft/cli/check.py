@@ -32,7 +32,10 @@ def check(
     dtype: DtypeOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Say whether an adapter fits a model, without serving it; exit code 1 if it is refused."""
+    """Say whether an adapter fits a model.
+
+    A dry run, module by module; exit code 1, with every reason, if it is refused.
+    """
     wanted = parse_dtype(dtype)
     with working(f"reading {adapter}"):
         report = _inspect(_adapter_path(adapter, model), model_path(model), wanted)
@@ -89,15 +92,15 @@ def _print(report: AdapterReport) -> None:
     table = Table("module", "rank", "scale", "A", "B", "bytes", "verdict")
     for column in table.columns[1:6]:
         column.justify = "right"
-    for row in report.rows:
+    for row in sorted(report.rows, key=_layer_order):
         table.add_row(*_cells(row, report))
     if report.rows:
         console.print(table)
-    console.print(
-        f"{len(report.rows)} modules, highest rank {report.max_rank}, "
-        f"{report.num_bytes:,} bytes in {report.dtype}",
-        soft_wrap=True,
-    )
+        console.print(
+            f"{len(report.rows)} modules, highest rank {report.max_rank}, "
+            f"{report.num_bytes:,} bytes in {report.dtype}",
+            soft_wrap=True,
+        )
     if report.accepted:
         verdict = Text.assemble(("accepted", "bold green"), f": {report.path}")
         verdict.append(f"\nfingerprint {report.fingerprint}")
@@ -106,6 +109,11 @@ def _print(report: AdapterReport) -> None:
         for reason in report.reasons:
             verdict.append(f"\n  - {reason}")
     console.print(verdict, soft_wrap=True)
+
+
+def _layer_order(row: ModuleRow) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part) if part.isdigit() else 0, part) for part in row.module.split(".")]
 
 
 def _cells(row: ModuleRow, report: AdapterReport) -> tuple[str, ...]:

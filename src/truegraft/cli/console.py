@@ -41,11 +41,16 @@ def _console(stderr: bool) -> Console:
     return Console(stderr=stderr, highlight=False, width=PIPED_WIDTH if fixed else None)
 
 
-def keep_printing() -> None:
-    """Write characters that the terminal's encoding lacks as '?' instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
+def prepare_streams() -> None:
+    """Let no byte or character end the program.
+
+    What the output's encoding lacks is written as '?'; what is no text on stdin comes in as lone
+    surrogates, which the tokenizer refuses with a message.
+    """
+    streams = {sys.stdin: "surrogateescape", sys.stdout: "replace", sys.stderr: "replace"}
+    for stream, errors in streams.items():
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
 
 
 def emit(text: str, end: str = "\n") -> None:
@@ -68,7 +73,7 @@ def show_error(error: Exception) -> None:
     """An error as a paragraph, to stderr."""
     from rich.text import Text
 
-    stderr().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    stderr().print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
 
 
 def working(what: str) -> AbstractContextManager[object]:

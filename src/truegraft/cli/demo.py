@@ -25,12 +25,12 @@ def demo(
     speculate: Annotated[int, typer.Option(metavar="K", help="Tokens drafted a step.")] = 4,
     json: JsonOption = False,
 ) -> None:
-    """Show four adapters at work: answers right, speculation on, every token exact.
+    """Show four adapters at work in one batch.
 
     Held-out prompts of four tasks go to their own adapter, to another and to the base, all in one
-    batch with speculation; then each request is run alone without it, and must give the same bits.
+    batch with speculation; then each request runs alone without it and must give the same bits.
     Exit code 1 if one does not, or if own adapters answer less than 95% right (of fewer than 40
-    prompts, one may be wrong).
+    prompts one may be wrong, but no adapter on all of its own).
     """
     if speculation(speculate) is None:
         raise ConfigError("--speculate 0: the demo compares speculation with none; give 1 to 16.")
@@ -76,7 +76,7 @@ def _table(report: Report) -> Table:
         table.add_row(
             _shown(last.removeprefix("Q: ").removesuffix("\nA:"), 88) if new else "",
             answer.ask.adapter or BASE,
-            _shown(answer.text, 116),
+            _shown(answer.text, 50 if contrast else 116),
             _mark(answer),
             drafts,
             style="dim" if contrast else None,

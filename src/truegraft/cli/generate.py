@@ -38,7 +38,12 @@ def generate(
     model: ModelOption,
     prompt: Annotated[
         list[str],
-        typer.Option("--prompt", "-p", help="Repeatable. '-' reads stdin, a prompt a line."),
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="Repeatable. '-' reads stdin, a prompt a line.",
+        ),
     ],
     lora: LoraOption = None,
     adapter: Annotated[
@@ -58,7 +63,7 @@ def generate(
     dtype: DtypeOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Answer prompts, each with its adapter, all in one batch."""
+    """Answer prompts, each by its adapter, in one batch."""
     serving = Serving.parse(model, lora)
     given = given_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -81,18 +86,10 @@ def read_prompts(given: Sequence[str]) -> list[str]:
     """The prompts; "-" stands for the lines of stdin, empty ones left out. Raises RequestError."""
     prompts: list[str] = []
     for prompt in given:
-        prompts += stdin_lines() if prompt == "-" else [prompt]
+        prompts += filter(str.strip, sys.stdin.read().splitlines()) if prompt == "-" else [prompt]
     if not prompts:
         raise RequestError("stdin holds no prompt; give one a line.")
     return prompts
-
-
-def stdin_lines() -> list[str]:
-    """Lines of stdin that hold something. Raises RequestError where it is not text."""
-    try:
-        return [line for line in sys.stdin.read().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise RequestError(f"stdin is not text in {error.encoding}: {error.reason}.") from error
 
 
 def _show(outputs: Sequence[RequestOutput], seconds: float, json: bool) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from truegraft.api import LoRARequest, SamplingParams
 from truegraft.cli.console import working
-from truegraft.errors import ConfigError, RequestError, UnknownAdapterError
+from truegraft.errors import ConfigError, ModelError, RequestError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from truegraft.llm import LLM
@@ -69,7 +69,7 @@ class Serving:
 
     @classmethod
     def parse(cls, model: str, loras: Sequence[str] | None) -> Serving:
-        """From what --model and --lora say. Raises ConfigError."""
+        """From what --model and --lora say. Raises ConfigError, ModelError."""
         given: dict[str, LoRARequest] = {}
         for item in loras or ():
             name, _, path = item.partition("=")
@@ -124,10 +124,16 @@ class Serving:
 
 
 def model_path(model: str) -> Path:
-    """The directory that --model means; './demo' is a folder, 'demo' is not."""
+    """The directory that --model means; './demo' is a folder, 'demo' is not. Raises ModelError."""
     from truegraft import demo
 
-    return demo.model_path() if model == DEMO else Path(model)
+    path = demo.model_path() if model == DEMO else Path(model)
+    if not path.is_dir():
+        raise ModelError(
+            f"--model {model!r} is no directory; give a local one, or 'demo' "
+            "(nothing is downloaded)."
+        )
+    return path
 
 
 def _built_in(model: str) -> dict[str, LoRARequest]:

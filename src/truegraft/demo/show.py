@@ -109,18 +109,16 @@ class Report:
         return sum(a.num_accepted_tokens for a in self.answers)
 
     @property
-    def own(self) -> list[Answer]:
-        """Answers of adapters to prompts of their own task."""
-        return [a for a in self.answers if a.ask.own]
-
-    @property
     def passed(self) -> bool:
         """All requests identical, and own adapters right as often as the model card promises.
 
-        That is 95%; of fewer than 40 prompts, one may be wrong.
+        That is 95%; of fewer than 40 prompts one may be wrong, but no adapter on all of its own.
         """
-        wrong = sum(not a.right for a in self.own)
-        return self.num_identical == len(self.answers) and wrong <= max(1, len(self.own) // 20)
+        own = [a for a in self.answers if a.ask.own]
+        wrong = sum(not a.right for a in own)
+        able = {a.ask.task for a in own} == {a.ask.task for a in own if a.right}
+        exact = self.num_identical == len(self.answers)
+        return exact and able and wrong <= max(1, len(own) // 20)
 
     def scores(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Task -> adapter ("base" for none) -> (right answers, answers)."""

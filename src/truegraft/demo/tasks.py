@@ -1,4 +1,4 @@
-"""The four demo tasks: examples to train on, held-out prompts, and checkers.
+r"""The four demo tasks: examples to train on, held-out prompts, and checkers.
 
 Each task turns `Q: {input}\nA:` into ` {answer}<|endoftext|>`. A checker computes the right answer
 from the prompt alone (SQL: by running both queries on a small database), so it needs no stored

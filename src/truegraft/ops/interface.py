@@ -76,6 +76,11 @@ class AttentionShape:
     head_dim: int
     window: int | None = None
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
 
 @dataclass(frozen=True)
 class QKNorm:

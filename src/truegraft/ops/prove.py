@@ -28,15 +28,26 @@ from truegraft.ops.interface import (
     SamplingRow,
     TokenBatch,
 )
-from truegraft.ops.reference import BLOCK, ReferenceOps, Tiles
+from truegraft.ops.reference import ReferenceOps, Tiles
+from truegraft.ops.reference_attention import BLOCK
 
 SEQUENCE = SPLIT + 44  # tokens: crosses a split and several blocks
 RANKS = (16, 32)  # of the proof's two adapters: one page and two
 
 _CANDIDATES: dict[str, tuple[Any, ...]] = {
-    "linear": ((16, 32, 64, 128, 256), (16,), (32,), (1,)),
-    "attention": ((8, 64), (16, 64), (16,), (32,), (1,)),
-    "lora": (8, 16, 1),
+    "linear": (
+        (2, 4, 8, 16, 32, 64, 128, 256),
+        (2, 4, 8, 16, 32, 64),
+        (4, 16, 32, 64, 128, 256),
+        (4, 16, 32, 64),
+        (16, 64, 256),
+        (16, 64),
+        (16,),
+        (32,),
+        (1,),
+    ),
+    "attention": ((4, 64), (8, 64), (16, 64), (8,), (16,), (32,), (1,)),
+    "lora": ((4, 32), (8, 32), (16, 64), (8,), (16,), (1,)),
 }
 
 
@@ -73,7 +84,7 @@ def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps]) -> Tiles
         else:
             raise ExactnessError(_refusal(failure))
         tiles = chosen
-        if candidate in (1, (1,)):
+        if candidate == (1,):
             warnings.warn(
                 f"{family} runs one row at a time: no faster tile is exact here.", stacklevel=2
             )
@@ -108,7 +119,7 @@ class _Proof:
     def __init__(self, ops: ReferenceOps) -> None:
         self._ops = ops
         self._random = torch.Generator().manual_seed(0)
-        sizes = {*ops.tiles.linear, ops.row_multiple * 3}
+        sizes = {*ops.tiles.linear, *ops.tiles.lora, ops.row_multiple * 3}
         self._counts = sorted(-(-size // ops.row_multiple) * ops.row_multiple for size in sizes)
 
     def _randn(self, *shape: int) -> Tensor:

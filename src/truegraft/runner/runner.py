@@ -99,8 +99,8 @@ class Runner:
         key = tuple(slots.tolist())
         plan = self._row_plans.get(key)
         if plan is None:
-            if len(self._row_plans) >= 8:
-                self._row_plans.clear()
+            if len(self._row_plans) >= 4:  # the last few: backbone and head, decode and prefill
+                del self._row_plans[next(iter(self._row_plans))]
             plan = self._row_plans[key] = self._ops.plan_rows(slots)
         return plan
 

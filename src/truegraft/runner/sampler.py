@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from truegraft.api import SamplingParams
 from truegraft.core.plan import RowOpening, RowResult, RowWork, TokenLogprobs
 from truegraft.ops.interface import Ops, SamplingRow
 from truegraft.runner.rows import Rows
@@ -72,6 +73,8 @@ class Sampler:
     def _sampling_row(self, opening: RowOpening, position: int) -> SamplingRow | None:
         """How the token after `position` is drawn; None where plain argmax is meant."""
         params = opening.sampling
+        if _is_plain(params):
+            return None
         history = self._rows.token_ids[opening.row, : position + 1]
         num_output = position + 1 - opening.num_prompt_tokens
         banned = opening.stop_token_ids if num_output < params.min_tokens else ()
@@ -93,6 +96,18 @@ class Sampler:
             position=position + 1,
         )
         return row if row.draws or row.adjusts else None
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether every token is the argmax of raw logits: then no row need be looked at."""
+    return (
+        params.greedy
+        and params.min_tokens == 0
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == params.frequency_penalty == 0.0
+        and params.logit_bias is None
+        and params.allowed_token_ids is None
+    )
 
 
 def _describe(logprobs: Tensor, token: int, top: int) -> TokenLogprobs:
