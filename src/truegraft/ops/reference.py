@@ -78,7 +78,7 @@ class ReferenceOps:
         if embedding.pages is not None:
             for units in rows.of_embedding(embedding.pages):
                 ids = token_ids.index_select(0, units.rows).view(len(units.pages), -1)
-                s = embedding.pages.a[units.pages[:, None], :, ids]  # [U, size, 16]
+                s = embedding.pages.a[units.pages[:, None], :, ids].float()  # [U, size, 16]
                 self._expand(y, s, units)
         return self._round(y)
 
@@ -182,19 +182,11 @@ class ReferenceOps:
             row = rows[index]
             assert row is not None
             perturb_row(logits[index], row)
-        return argmax(logits)
+        return logits.max(-1).indices  # of equal values the first, as PyTorch documents
 
     def logprobs(self, logits: Tensor) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
         return shifted - shifted.exp().sum(-1, keepdim=True).log()
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Lowest index of the largest value of each row: [L, V] → [L] int64. NaN rows give V - 1."""
-    ids = torch.arange(logits.shape[-1])
-    best = logits.amax(-1, keepdim=True)
-    lowest = torch.where(logits == best, ids, logits.shape[-1]).amin(-1)
-    return lowest.clamp_(max=logits.shape[-1] - 1)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,10 +24,10 @@ class _SplitStep(NamedTuple):
     """One split of keys for each of some tiles."""
 
     tiles_kv: Tensor | None  # [W·G] int64, tile · G + kv head; None: all, in order
-    count: int  # blocks read of each split: as many as the longest sequence here needs
-    blocks: Tensor  # [W·G·count] int64, block · G + kv head
-    stale: Tensor  # int64, places among [W·G·count·64] past the sequence: may hold anything
-    hidden: Tensor | None  # [W, 1, rows · group, count·64] bool, keys that a query must not see
+    num_blocks: int  # read of each split: as many as the longest sequence here needs
+    blocks: Tensor  # [W·G·num_blocks] int64, block · G + kv head
+    stale: Tensor  # int64, places among [W·G·num_blocks·64] past the sequence: may hold anything
+    hidden: Tensor | None  # [W, 1, rows · group, num_blocks·64] bool
 
 
 class _Tiles(NamedTuple):
@@ -174,7 +174,7 @@ def _attend_split(
     queries: Tensor, shape: AttentionShape, cache: KVCache, tiles: _Tiles, step: _SplitStep
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(maximum, sum, accumulator) of one split: [W·G, rows · group, 1 | 1 | D]."""
-    dim, used, count = shape.head_dim, tiles.rows * shape.group, step.count
+    dim, used, count = shape.head_dim, tiles.rows * shape.group, step.num_blocks
     q = queries if step.tiles_kv is None else queries.index_select(0, step.tiles_kv)
     keys = cache.k.view(-1, BLOCK, dim).index_select(0, step.blocks).float()
     values = cache.v.view(-1, BLOCK, dim).index_select(0, step.blocks).float()

@@ -62,6 +62,7 @@ class UnitPlan(RowPlan):
         self._num_rows = len(slots)
         self._units: list[_Unit] = []
         self._kept: dict[int, tuple[Linear, list[LinearUnits]]] = {}
+        self._embedding: list[EmbeddingUnits] | None = None
         of_slot: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
             if slot >= 0:
@@ -89,13 +90,18 @@ class UnitPlan(RowPlan):
             self._kept[id(linear)] = (linear, units)
         return units
 
-    def of_embedding(self, pages: LoraPages) -> Iterator[EmbeddingUnits]:
+    def of_embedding(self, pages: LoraPages) -> Sequence[EmbeddingUnits]:
         """An embedding's units by page ordinal, ascending, and size."""
+        if self._embedding is None:
+            self._embedding = list(self._lay_out_embedding(pages))
+        return self._embedding
+
+    def _lay_out_embedding(self, pages: LoraPages) -> Iterator[EmbeddingUnits]:
         for ordinal, chosen in self._chosen([pages]):
             slots = torch.tensor([unit.slot for unit in chosen])
             ids = pages.page_of[slots, ordinal].long()
             scale = pages.scale[slots].view(-1, 1, 1)
-            yield EmbeddingUnits(*self._index(chosen), scale, pages.b[ids], ids)
+            yield EmbeddingUnits(*self._index(chosen), scale, pages.b[ids].float(), ids)
 
     def _chosen(self, modules: Sequence[LoraPages]) -> Iterator[tuple[int, list[_Unit]]]:
         """For each page ordinal and unit size: the units with such a page in any module."""

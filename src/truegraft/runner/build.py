@@ -19,9 +19,9 @@ from truegraft.errors import ConfigError, OutOfMemoryError
 from truegraft.model.architecture import Architecture
 from truegraft.model.checkpoint import fingerprint, load_weights
 from truegraft.model.decoder import Decoder
+from truegraft.ops.cpu import cpu_ops
 from truegraft.ops.interface import AttentionShape, KVCache
 from truegraft.ops.prove import Shapes, choose_tiles
-from truegraft.ops.reference import ReferenceOps
 from truegraft.runner.rows import Rows
 from truegraft.runner.runner import Runner
 
@@ -53,8 +53,9 @@ def build(config: EngineConfig) -> Built:
     _check_weights_fit(arch, dtype)
     model = config.model
     weights = load_weights(model.path, arch, dtype, load_format=model.load_format, seed=model.seed)
-    tiles = choose_tiles(op_shapes(arch, config.lora is not None), lambda t: ReferenceOps(dtype, t))
-    ops = ReferenceOps(dtype, tiles)
+    shapes = op_shapes(arch, config.lora is not None)
+    make_ops = cpu_ops(dtype, list(shapes.attention))
+    ops = make_ops(choose_tiles(shapes, make_ops))
     store = table = None
     if config.lora is not None:
         table = AdapterTable(arch.target_modules(), ops, config.lora)
