@@ -45,6 +45,7 @@ class AdapterTable:
             table = self.pages[module]
             self._free[module] += [page for page in table.page_of[slot].tolist() if page >= 0]
             table.page_of[slot] = -1
+            table.rank[slot] = 0
             table.scale[slot] = 0.0
 
     def _write(self, module: str, slot: int, weights: LoRAWeights) -> None:
@@ -54,6 +55,7 @@ class AdapterTable:
             _fill(table.a[page], weights.a[start : start + LORA_PAGE_RANK])
             _fill(table.b[page], weights.b[:, start : start + LORA_PAGE_RANK].t())
             table.page_of[slot, ordinal] = page
+        table.rank[slot] = weights.rank
         table.scale[slot] = weights.scale
 
     @property

@@ -30,6 +30,7 @@ class LoraPages:
     a: Tensor  # [P, 16, K]
     b: Tensor  # [P, 16, N]
     page_of: Tensor  # [slots, ordinals] int32, -1: none
+    rank: Tensor  # [slots] int32; pages are zero past it
     scale: Tensor  # [slots] float32
 
 

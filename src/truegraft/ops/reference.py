@@ -66,6 +66,7 @@ class ReferenceOps:
             torch.empty(pages, PAGE_RANK, in_features),
             torch.empty(pages, PAGE_RANK, out),
             torch.full((slots, ordinals), -1, dtype=torch.int32),
+            torch.full((slots,), ordinals * PAGE_RANK, dtype=torch.int32),
             torch.zeros(slots),
         )
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from truegraft.errors import ConfigError
 from truegraft.ops.cpu.compile import load_library
 from truegraft.ops.interface import (
-    PAGE_RANK,
     AttentionPlan,
     AttentionShape,
     KVCache,
@@ -72,15 +71,6 @@ class CpuOps(ReferenceOps):
 
     # ------------------------------------------------------------------ ops
 
-    def new_pages(self, counts: tuple[int, int, int], in_features: int, out: int) -> LoraPages:
-        pages, slots, ordinals = counts
-        return LoraPages(
-            torch.empty(pages, PAGE_RANK, in_features, dtype=self.dtype),
-            torch.empty(pages, PAGE_RANK, out, dtype=self.dtype),
-            torch.full((slots, ordinals), -1, dtype=torch.int32),
-            torch.zeros(slots),
-        )
-
     def plan_rows(self, slots: Tensor) -> RowPlan:
         return SlotPlan(slots, self.tiles.lora)
 
@@ -100,9 +90,10 @@ class CpuOps(ReferenceOps):
     def _add_adapters(
         self, x: Tensor, y: Tensor, offset: int, pages: LoraPages, rows: SlotPlan
     ) -> None:
-        a, b, table = pages.a, pages.b, pages.page_of
-        sizes = (table.shape[1], a.shape[2], b.shape[2], offset, y.shape[1])
-        self._run("lora", len(x), x, y, a, b, table, pages.scale, rows.slots, *sizes)
+        a, b = pages.a, pages.b
+        table = (pages.page_of, pages.rank, pages.scale, rows.slots)
+        sizes = (pages.page_of.shape[1], a.shape[2], b.shape[2], offset, y.shape[1])
+        self._run("lora", len(x), x, y, a, b, *table, *sizes)
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

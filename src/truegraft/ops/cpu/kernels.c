@@ -12,7 +12,8 @@
 #define BLOCK 64   // keys of a cache block: a tile of attention
 #define SPLIT 256  // keys of an attention split, at absolute positions
 #define PAGE_RANK 16
-#define STRIP 64  // output columns of an adapter page at a time
+#define STRIP 64   // output columns of an adapter page at a time
+#define CHUNK 512  // input columns of one at a time, a multiple of LANES
 #define MAX_DIM 256
 #define MAX_GROUP 64
 

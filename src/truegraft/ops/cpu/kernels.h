@@ -179,42 +179,57 @@ void NAME(attention)(int64_t begin, int64_t end, const T *q, const T *k_cache, c
   }
 }
 
+// s[r] = round(scale · x a[r]) for `rank` rows of a page of A.
+static inline void NAME(shrink)(const T *x, const float *a, float scale, int64_t rank, int64_t k,
+                                float *s) {
+  float lanes[PAGE_RANK][LANES] = {{0}}, part[CHUNK];
+  for (int64_t start = 0; start < k; start += CHUNK) {  // x is converted once for all ranks
+    int64_t width = k - start < CHUNK ? k - start : CHUNK;
+    for (int64_t i = 0; i < width; i++) part[i] = LOAD(x[start + i]);
+    for (int64_t r = 0; r < rank; r++) {
+      const float *row = a + r * k + start;
+      int64_t i = 0;
+      for (; i + LANES <= width; i += LANES)
+        for (int j = 0; j < LANES; j++)
+          lanes[r][j] = FMA(part[i + j], row[i + j], lanes[r][j]);
+      for (int j = 0; i + j < width; j++)
+        lanes[r][j] = FMA(part[i + j], row[i + j], lanes[r][j]);
+    }
+  }
+  for (int64_t r = 0; r < rank; r++) s[r] = LOAD(STORE(scale * add_lanes(lanes[r])));
+}
+
 // y[j] += Σ_r s[r] b[r, j] over `width` columns, at most STRIP: they stay in registers.
-static inline __attribute__((always_inline)) void NAME(expand)(const float *s, const T *b, float *y,
-                                                               int64_t stride, int64_t width) {
+static inline __attribute__((always_inline)) void NAME(expand)(const float *s, const float *b,
+                                                               float *y,
+                                                               int64_t rank, int64_t stride,
+                                                               int64_t width) {
   float delta[STRIP] = {0};
-  for (int r = 0; r < PAGE_RANK; r++)
-    for (int64_t j = 0; j < width; j++) delta[j] = FMA(s[r], LOAD(b[r * stride + j]), delta[j]);
+  for (int64_t r = 0; r < rank; r++)
+    for (int64_t j = 0; j < width; j++) delta[j] = FMA(s[r], b[r * stride + j], delta[j]);
   for (int64_t j = 0; j < width; j++) y[j] += delta[j];
 }
 
 // y[:, offset : offset + n] += Σ_o round(scale · x A_oᵀ) B_o for rows that have a slot.
-// y: [rows, stride] float32; a: [pages, 16, k], b: [pages, 16, n]; page_of: [slots, ordinals].
-void NAME(lora)(int64_t begin, int64_t end, const T *x, float *y, const T *a, const T *b,
-                const int32_t *page_of, const float *scale, const int32_t *slots, int64_t ordinals,
-                int64_t k, int64_t n, int64_t offset, int64_t stride) {
+// y: [rows, stride], a: [pages, 16, k], b: [pages, 16, n], all float32; page_of: [slots, ordinals];
+// rank, scale: [slots]. Ranks past a slot's own are zero and passed over.
+void NAME(lora)(int64_t begin, int64_t end, const T *x, float *y, const float *a, const float *b,
+                const int32_t *page_of, const int32_t *rank, const float *scale,
+                const int32_t *slots, int64_t ordinals, int64_t k, int64_t n, int64_t offset,
+                int64_t stride) {
   for (int64_t row = begin; row < end; row++) {
     int32_t slot = slots[row];
     if (slot < 0) continue;
-    const T *xs = x + row * k;
     float *ys = y + row * stride + offset;
     for (int64_t o = 0; o < ordinals && page_of[slot * ordinals + o] >= 0; o++) {
-      int64_t page = page_of[slot * ordinals + o];
+      int64_t page = page_of[slot * ordinals + o], left = rank[slot] - o * PAGE_RANK;
+      int64_t ranks = left < PAGE_RANK ? left : PAGE_RANK;
+      const float *bs = b + page * PAGE_RANK * n;
       float s[PAGE_RANK];
-      for (int r = 0; r < PAGE_RANK; r++) {
-        const T *as = a + (page * PAGE_RANK + r) * k;
-        float lanes[LANES] = {0};
-        int64_t i = 0;
-        for (; i + LANES <= k; i += LANES)
-          for (int j = 0; j < LANES; j++)
-            lanes[j] = FMA(LOAD(xs[i + j]), LOAD(as[i + j]), lanes[j]);
-        for (int j = 0; i + j < k; j++) lanes[j] = FMA(LOAD(xs[i + j]), LOAD(as[i + j]), lanes[j]);
-        s[r] = LOAD(STORE(scale[slot] * add_lanes(lanes)));
-      }
-      const T *bs = b + page * PAGE_RANK * n;
+      NAME(shrink)(x + row * k, a + page * PAGE_RANK * k, scale[slot], ranks, k, s);
       int64_t i = 0;
-      for (; i + STRIP <= n; i += STRIP) NAME(expand)(s, bs + i, ys + i, n, STRIP);
-      if (i < n) NAME(expand)(s, bs + i, ys + i, n, n - i);
+      for (; i + STRIP <= n; i += STRIP) NAME(expand)(s, bs + i, ys + i, ranks, n, STRIP);
+      if (i < n) NAME(expand)(s, bs + i, ys + i, ranks, n, n - i);
     }
   }
 }
