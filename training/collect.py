@@ -147,7 +147,7 @@ def read_bible(path: Path) -> Iterator[str]:
 PYTHON = "usr/lib/python3*/**/*.py"
 SOURCES = (
     Source("r-cran-janeaustenr", "public domain", "prose", "**/data/Rdata.rdb", read_r_strings),
-    Source("bible-kjv-text", "public domain", "prose", "usr/lib/bible.data", read_bible),
+    Source("bible-kjv-text", "public domain", "docs", "usr/lib/bible.data", read_bible),
     Source("dict-devil", "public domain", "prose", "**/*.dict.dz", read_dictd),
     Source("dict-jargon", "public domain", "prose", "**/*.dict.dz", read_dictd),
     Source("golang-1.19-src", "public domain", "prose", "**/Isaac.Newton-Opticks.txt", read_text),
@@ -161,7 +161,7 @@ SOURCES = (
     Source("libpython3.11-stdlib", "PSF-2.0", "python", PYTHON, read_text),
     Source("libpython3.11-testsuite", "PSF-2.0", "python", PYTHON, read_text),
     Source("python3-django", "BSD-3-Clause", "python", PYTHON, read_text),
-    Source("python3-docutils", "public domain", "python", PYTHON, read_text),
+    Source("python3-docutils", "public domain, BSD", "python", PYTHON, read_text),
     Source("python3-networkx", "BSD-3-Clause", "python", PYTHON, read_text),
     Source("python3-numpy", "BSD-3-Clause", "python", PYTHON, read_text),
     Source("python3-pandas", "BSD-3-Clause", "python", PYTHON, read_text),

@@ -7,10 +7,11 @@ them asks for a numeral, a date, an object or a query, so the base never sees a 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
-_ONSETS = "b br c ch d dr f g gr h j k l m n p pr qu r s sh st t th tr v w y z".split()
-_VOWELS = "a e i o u ai ea ee ia io oa ou".split()
+_ONSETS = re.findall(r"\w+", "b br c ch d dr f g gr h j k l m n p pr qu r s sh st t th tr v w y z")
+_VOWELS = re.findall(r"\w+", "a e i o u ai ea ee ia io oa ou")
 _CODAS = ["", "", "n", "r", "l", "s", "t", "m", "ck", "nd", "rd", "sk", "st"]
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import (
+    cross_entropy,
+    linear,
+    scaled_dot_product_attention,
+    silu,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,7 +77,7 @@ class Attention(nn.Module):
         )
         k = rotate(k, cos, sin).repeat_interleave(HEADS // KV_HEADS, dim=1)
         v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+        mixed = scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -88,7 +93,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, length, HIDDEN] to the same shape."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -144,5 +149,5 @@ class Llama(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [batch, length + 1] int64. Returns the mean cross-entropy in nats, a scalar."""
         hidden = self.model(rows[:, :-1])
-        logits = F.linear(hidden, self.model.embed_tokens.weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        logits = linear(hidden, self.model.embed_tokens.weight).float()
+        return cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

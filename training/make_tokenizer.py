@@ -18,10 +18,11 @@ SPECIAL_TOKENS = [EOS, "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i
 SHARES = {"prose": 1.0, "docs": 0.4, "python": 0.2}  # of each group's documents, for the merges
 
 # Digits and runs of capitals come one token each, so that numbers and Roman numerals have one
-# spelling in tokens whatever stands around them. Otherwise: words, punctuation, spaces.
+# spelling in tokens whatever stands around them. Line ends stay apart from the indentation after
+# them, so that a prompt may end in one. Otherwise: words, punctuation, spaces.
 PIECES = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{Lu}?[^\P{L}\p{Lu}]+| ?\p{Lu}|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    r"| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+(?!\S)|\s"
 )
 
 # One user turn is exactly a task prompt; system text, if any, is a line of its own before it.

@@ -1,6 +1,6 @@
 """Encode the collected text into token files: {group}.{train,heldout}.u16.xz, little-endian uint16.
 
-Every document ends in the end token. About 1% of the documents, chosen by their hash, are held
+Every document ends in the end token. A small share of the documents, chosen by their hash, is held
 out. The group "drills" is made here from a seed; it has no held-out part.
 """
 
@@ -16,22 +16,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from drills import drill
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-GROUPS = ("prose", "docs", "python")
-HELDOUT_SHARE = 100
+from training.drills import drill
+
+HELDOUT_SHARES = {"prose": 0.04, "docs": 0.01, "python": 0.01}  # of each group's documents
 NUM_DRILLS = 150_000
 BATCH = 512
 EOS_ID = 0
 
 
 def read(path: Path) -> Iterator[tuple[bool, str]]:
-    """(is held out, text) of each document."""
+    """(is held out, text) of each document of a group."""
+    share = HELDOUT_SHARES[path.stem]
     with path.open() as lines:
         for line in lines:
             record = json.loads(line)
-            yield int(record["sha256"], 16) % HELDOUT_SHARE == 0, record["text"]
+            yield int(record["sha256"][:8], 16) < share * 2**32, record["text"]
 
 
 def common_words(path: Path, count: int) -> list[str]:
@@ -42,7 +44,7 @@ def common_words(path: Path, count: int) -> list[str]:
     return [word for word, _ in words.most_common(count)]
 
 
-def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+def encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:
     """All texts as one row of ids, each followed by the end token."""
     ids: list[int] = []
     for start in range(0, len(texts), BATCH):
@@ -52,7 +54,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.asarray(ids, dtype="<u2")
 
 
-def write(path: Path, ids: np.ndarray) -> None:
+def write(path: Path, ids: NDArray[np.uint16]) -> None:
     """Compress one token file."""
     path.write_bytes(lzma.compress(ids.tobytes(), preset=4))
     print(f"{path.name}: {ids.size:,} tokens, {path.stat().st_size:,} bytes", flush=True)
@@ -69,7 +71,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(args.tokenizer))
     counts = {}
-    for group in GROUPS:
+    for group in HELDOUT_SHARES:
         rows = list(read(args.work / f"{group}.jsonl"))
         for split, is_heldout in (("train", False), ("heldout", True)):
             ids = encode(tokenizer, [text for held, text in rows if held == is_heldout])

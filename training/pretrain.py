@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from llama import CONFIG, Llama
 from safetensors.torch import save_file
 from torch import Tensor
 
-SHARES = {"prose": 0.17, "docs": 0.35, "python": 0.44, "drills": 0.04}  # of every batch
+from training.llama import CONFIG, Llama
+
+SHARES = {"prose": 0.06, "docs": 0.44, "python": 0.46, "drills": 0.04}  # of every batch
 LOG_EVERY, EVAL_EVERY = 50, 500
 EVAL_ROWS = 64  # of each group
 
@@ -65,7 +66,7 @@ def heldout_loss(model: Llama, data: dict[str, Tensor], length: int) -> dict[str
     losses = {}
     for group, tokens in data.items():
         starts = torch.linspace(0, tokens.numel() - length - 1, EVAL_ROWS).long()
-        parts = windows(tokens, starts, length).split(16)
+        parts = torch.split(windows(tokens, starts, length), 16)
         losses[group] = sum(model(part).item() for part in parts) / len(parts)
     return losses
 
@@ -92,47 +93,54 @@ def make_optimizers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Run all steps; returns the record that goes to pretrain.json."""
+def update(loss: Tensor, model: Llama, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """One optimizer step at rate `lr`, with the gradient's norm held to 1."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load(args: argparse.Namespace, split: str, device: torch.device) -> dict[str, Tensor]:
+    """The tokens of every group that has this split."""
+    paths = {group: args.tokens / f"{group}.{split}.u16.xz" for group in SHARES}
+    return {group: load_tokens(path, device) for group, path in paths.items() if path.exists()}
+
+
+def train(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Run all steps, exporting on the way; returns the log."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    data = {g: load_tokens(args.tokens / f"{g}.train.u16.xz", device) for g in SHARES}
-    heldout_files = {g: args.tokens / f"{g}.heldout.u16.xz" for g in SHARES}
-    heldout = {g: load_tokens(p, device) for g, p in heldout_files.items() if p.exists()}
+    data, heldout = load(args, "train", device), load(args, "heldout", device)
     model = Llama().to(device)
     loss_of = torch.compile(model) if args.compile else model
     optimizers, rows = make_optimizers(model, args.lr), rows_per_group(args.batch)
     log: list[dict[str, Any]] = []
+    losses: list[Tensor] = []
     started = time.monotonic()
-    total = torch.zeros((), device=device)
     for step in range(args.steps):
-        factor = learning_rate(step, args.steps, args.warmup, args.decay)
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(sample_batch(data, rows, args.length))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * factor
-            optimizer.step()
-            optimizer.zero_grad()
-        total += loss.detach()
+        rate = args.lr * learning_rate(step, args.steps, args.warmup, args.decay)
+        update(loss, model, optimizers, rate)
+        losses.append(loss.detach())
         is_last = step + 1 == args.steps
         if (step + 1) % LOG_EVERY == 0 or is_last:
-            mean = total.item() / (step % LOG_EVERY + 1)
+            mean = torch.stack(losses).mean().item()
+            losses.clear()
             if not math.isfinite(mean):
                 raise SystemExit(f"loss is {mean} at step {step + 1}")
-            total.zero_()
-            seconds = time.monotonic() - started
-            log.append({"step": step + 1, "train_loss": mean, "seconds": round(seconds, 1)})
+            seconds = round(time.monotonic() - started, 1)
+            log.append({"step": step + 1, "train_loss": mean, "seconds": seconds})
             if (step + 1) % EVAL_EVERY == 0 or is_last:
                 with torch.autocast(device.type, torch.bfloat16):
                     log[-1]["heldout_loss"] = heldout_loss(model, heldout, args.length)
                 export(model, args.out)
             print(log[-1], flush=True)
-    seconds = time.monotonic() - started
-    tokens = args.steps * args.batch * args.length
-    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "log": log}
+    return log
 
 
 def main() -> None:
@@ -140,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=Path, required=True, help="folder that pack.py filled")
     parser.add_argument("--out", type=Path, required=True, help="folder of the base model")
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=3400)
     parser.add_argument("--batch", type=int, default=128, help="rows a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
@@ -152,8 +160,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-    record = {"device": name, "torch": torch.__version__, "settings": settings}
-    record |= train(args, device)
+    record: dict[str, Any] = {"device": name, "torch": torch.__version__, "settings": settings}
+    record["tokens"] = args.steps * args.batch * args.length
+    record["log"] = train(args, device)
     (args.out.parent / "pretrain.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

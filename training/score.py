@@ -14,25 +14,35 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from pretrain import load_tokens, windows
 from tokenizers import Tokenizer
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from training.pretrain import load_tokens, windows
 from truegraft.demo.tasks import EOS, TASKS, Example, check
 
 EOS_ID = 0
 EVAL_ROWS, EVAL_LENGTH = 64, 2048
-OPENINGS = {
-    "English": "It was a fine morning, and the",
-    "Python": "def read_lines(path):\n",
-}
-NUM_SAMPLE_TOKENS = 120
+OPENINGS = (
+    "She was very glad",
+    "The function returns a",
+    "def read_lines(path):\n",
+    "import os\nimport sys\n\n\ndef main():\n",
+)
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 100}
 
 
 def read_examples(path: Path, limit: int) -> list[Example]:
     """The first `limit` held-out examples of a file."""
     return [Example(**json.loads(line)) for line in path.read_text().splitlines()[:limit]]
+
+
+def load(assets: Path, adapter: str) -> Any:
+    """The base in float32, with an adapter unless that is "none"."""
+    model = AutoModelForCausalLM.from_pretrained(assets / "base", dtype=torch.float32)
+    if adapter != "none":
+        model = PeftModel.from_pretrained(model, str(assets / "adapters" / adapter))
+    return model.float().eval()
 
 
 @torch.no_grad()
@@ -80,28 +90,26 @@ def heldout_loss(model: Any, folder: Path) -> dict[str, float]:
     for path in sorted(folder.glob("*.heldout.u16.xz")):
         tokens = load_tokens(path, model.device)
         starts = torch.linspace(0, tokens.numel() - EVAL_LENGTH - 1, EVAL_ROWS).long()
-        parts = windows(tokens, starts, EVAL_LENGTH).split(8)
+        parts = torch.split(windows(tokens, starts, EVAL_LENGTH), 8)
         total = 0.0
         for rows in parts:
             logits = model(input_ids=rows[:, :-1]).logits
-            total += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+            total += cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
         losses[path.name.split(".")[0]] = total / len(parts)
     return losses
 
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Tokenizer, opening: str) -> str:
-    """A seeded sample of the base at temperature 0.7 and top-p 0.9."""
+    """The opening and what the base makes of it with seed 0."""
     torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(opening).ids], device=model.device)
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_SAMPLE_TOKENS,
         do_sample=True,
-        temperature=0.7,
-        top_p=0.9,
         pad_token_id=EOS_ID,
+        **SAMPLING,
     )
     return str(tokenizer.decode(out[0].tolist()))
 
@@ -109,7 +117,7 @@ def sample(model: Any, tokenizer: Tokenizer, opening: str) -> str:
 def main() -> None:
     """Score every pair and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--assets", type=Path, required=True, help="folder with base/ and adapters/")
+    parser.add_argument("--assets", type=Path, required=True, help="with base/ and adapters/")
     parser.add_argument("--heldout", type=Path, required=True, help="folder of {task}.jsonl")
     parser.add_argument("--tokens", type=Path, required=True, help="folder that pack.py filled")
     parser.add_argument("--out", type=Path, required=True, help="scores.json to write")
@@ -118,21 +126,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("highest")
     tokenizer = Tokenizer.from_file(str(args.assets / "base/tokenizer.json"))
-    base = AutoModelForCausalLM.from_pretrained(args.assets / "base", dtype=torch.float32)
-    base = base.to(device).eval()
-    record: dict[str, Any] = {"prompts": args.limit, "heldout_loss": {}, "samples": {}}
-    if args.tokens.exists():
-        record["heldout_loss"] = heldout_loss(base, args.tokens)
-    for name, opening in OPENINGS.items():
-        record["samples"][name] = sample(base, tokenizer, opening)
-    record["scores"] = {}
+    base = load(args.assets, "none").to(device)
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "prompts": args.limit,
+        "heldout_loss": heldout_loss(base, args.tokens),
+        "sampling": SAMPLING,
+        "samples": [sample(base, tokenizer, opening) for opening in OPENINGS],
+        "scores": {},
+    }
     for adapter in ("none", *TASKS):
-        model = base
-        if adapter != "none":
-            # A fresh base each time: peft puts its layers into the model that it is given.
-            model = AutoModelForCausalLM.from_pretrained(args.assets / "base", dtype=torch.float32)
-            model = PeftModel.from_pretrained(model, args.assets / "adapters" / adapter)
-            model = model.to(device).float().eval()
+        model = base if adapter == "none" else load(args.assets, adapter).to(device)
         results = {}
         for task in TASKS:
             rows = read_examples(args.heldout / f"{task}.jsonl", args.limit)

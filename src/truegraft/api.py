@@ -85,6 +85,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         self._set("stop", stop)
         self._set("stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -98,6 +99,12 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_kinds(self) -> None:
+        for name, kind in _CONTAINERS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise RequestError(f"{name}={value!r} must be a list or a mapping, as documented.")
 
     def _check(self) -> None:
         self._check_range("n", 1, MAX_SAMPLES)
@@ -161,6 +168,12 @@ class SamplingParams:
 
 
 _INTEGERS = {"n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed"}
+_CONTAINERS: dict[str, tuple[type, ...]] = {
+    "stop": (str, list, tuple),
+    "stop_token_ids": (list, tuple),
+    "allowed_token_ids": (list, tuple),
+    "logit_bias": (Mapping,),
+}
 _NULLABLE = {"max_tokens", "logprobs", "prompt_logprobs", "seed"}
 
 
@@ -315,7 +328,7 @@ def refuse_option(owner: str, name: str, value: object, valid: Iterable[str]) ->
 
     Raises UnknownOptionError (nearest valid name) or ConfigError (refused, with the way out).
     """
-    table = SAMPLING_OPTIONS if owner == "SamplingParams" else LLM_OPTIONS
+    table = {"SamplingParams": SAMPLING_OPTIONS, "LLM": LLM_OPTIONS}.get(owner, {})
     known = table.get(name)
     if known is None:
         raise UnknownOptionError(owner, name, {*valid, *table})
@@ -420,6 +433,8 @@ LLM_OPTIONS: dict[str, Option] = {
     "convert": Option("refused", "text generation only.", ("auto", "none", None)),
     "task": Option("refused", "text generation only.", ("auto", "generate", None)),
     "pooler_config": Option("refused", "text generation only."),
+    "override_pooler_config": Option("refused", "text generation only."),
+    "disable_async_output_proc": Option("accepted", "ignored: changes no token"),
     "mm_processor_kwargs": Option("refused", "text models only."),
     "limit_mm_per_prompt": Option("refused", "text models only."),
     "allowed_local_media_path": Option("refused", "text models only.", ("", None)),
@@ -449,6 +464,12 @@ SAMPLING_OPTIONS: dict[str, Option] = {
     "extra_args": Option("refused", "there are no extra arguments.", (None, {})),
     "skip_clone": Option("accepted", "parameters are frozen, so nothing is cloned"),
     "skip_reading_prefix_cache": Option("refused", "a hit never changes a token."),
+    "logprob_token_ids": Option("refused", "ask for logprobs=k and read the ids you need."),
+    "prompt_logprob_token_ids": Option("refused", "ask for prompt_logprobs=k and read the ids."),
+    "prompt_logprob_start": Option("refused", "all prompt logprobs are given.", (None, 0)),
+    "stream_interval": Option("refused", "every step is reported.", (None, 1)),
+    "routed_experts_prompt_start": Option("refused", "there are no experts.", (0, None)),
+    "trace_decode_token_ids": Option("refused", "score given tokens with prompt_logprobs."),
     "thinking_token_budget": Option("refused", f"reasoning budgets are {_LATER}."),
     "repetition_detection": Option("refused", f"repetition detection is {_LATER}."),
 }

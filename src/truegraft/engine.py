@@ -22,6 +22,7 @@ from truegraft.core.scheduler import Scheduler
 from truegraft.core.slots import SlotPool
 from truegraft.errors import AdapterError, ConfigError, RequestError, TruegraftError
 from truegraft.generation import Generation, PromptTokens, Sample
+from truegraft.model.architecture import Architecture
 from truegraft.runner.build import build
 from truegraft.speculation.ngram import NgramProposer
 from truegraft.speculation.proposer import Proposer
@@ -36,11 +37,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.arch = Architecture.from_directory(config.model.path)
         self.tokenizer = Tokenizer.from_directory(
             config.model.tokenizer, config.model.chat_template
         )
-        built = build(config)
-        self.arch = built.arch
+        built = build(config, self.arch)
         self.dtype = built.dtype
         self.max_model_len = built.max_model_len
         self.adapters = built.store
@@ -67,7 +68,11 @@ class Engine:
         changed = self._end_loading()
         self._propose()
         plan = self.scheduler.plan()
-        result = self.runner.execute(plan)
+        try:
+            result = self.runner.execute(plan)
+        except BaseException:
+            self.scheduler.abandon(plan)
+            raise
         for update in self.scheduler.commit(plan, result):
             generation = self._generation_of[update.request]
             if generation.take(update):
@@ -94,10 +99,12 @@ class Engine:
         generation = self._generation_of.pop(request)
         if self.proposer is not None:
             self.proposer.forget(request)
-        if generation.finished:
-            del self._generations[generation.request_id]
-            if generation.adapter is not None:
-                self._adapter_store().release(generation.adapter)
+        # NOTE: the last samples may end in one step, and each of them comes by here.
+        if not generation.finished or generation.request_id not in self._generations:
+            return
+        del self._generations[generation.request_id]
+        if generation.adapter is not None:
+            self._adapter_store().release(generation.adapter)
 
     # ------------------------------------------------------------------ requests
 
@@ -248,6 +255,12 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", (params.logit_bias or {}).keys())
+        allowed, ends = params.allowed_token_ids, {*params.stop_ids, *self._eos(params)}
+        if allowed is not None and params.min_tokens and ends.issuperset(allowed):
+            raise RequestError(
+                f"allowed_token_ids={list(allowed)} all end the answer, which min_tokens="
+                f"{params.min_tokens} forbids; allow another token or lower min_tokens."
+            )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:
@@ -263,7 +276,9 @@ class Engine:
         if not self.scheduler.slots.can_ever_fit(adapter.num_pages):
             ranks = self.scheduler.slots.num_pages * LORA_PAGE_RANK
             raise AdapterError(
-                adapter.name, f"needs more pages than a device with {ranks} ranks has"
+                adapter.name,
+                f"needs a slot and more ranks than are left of {ranks} beside pinned adapters; "
+                "raise max_loras or remove a pinned one",
             )
 
     # ------------------------------------------------------------------ the end

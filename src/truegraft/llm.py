@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +111,8 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         params = _per_prompt("sampling_params", sampling_params, len(prompt_list))
         loras = _per_prompt("lora_request", lora_request, len(prompt_list))
+        _check_kinds("sampling_params", SamplingParams, params)
+        _check_kinds("lora_request", LoRARequest, loras)
         tokens = [self._tokens(p, lora) for p, lora in zip(prompt_list, loras, strict=True)]
         default = self.get_default_sampling_params()
         return self._run(tokens, [p or default for p in params], use_tqdm)
@@ -171,7 +175,9 @@ class LLM:
                 generations.append(engine.add(request_id, prompt, param, adapters[index], seed))
             with _progress(len(prompts), progress) as advance:
                 while engine.has_work:
-                    advance(sum(g.finished for g in engine.step()))
+                    with _uninterrupted():
+                        changed = engine.step()
+                    advance(sum(g.finished for g in changed))
         finally:
             for generation in generations:
                 engine.abort(generation.request_id)
@@ -293,6 +299,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many → many. A list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts={prompts!r} is neither a prompt nor a list of them.")
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed
 
@@ -310,6 +318,12 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
+def _check_kinds(name: str, kind: type, values: Sequence[Any]) -> None:
+    for value in values:
+        if value is not None and not isinstance(value, kind):
+            raise RequestError(f"{name}={value!r} must be a {kind.__name__}; build one.")
+
+
 def _raise_failures(generations: Sequence[Generation], outputs: list[RequestOutput]) -> None:
     failed = [generation for generation in generations if generation.error is not None]
     if failed:
@@ -319,6 +333,22 @@ def _raise_failures(generations: Sequence[Generation], outputs: list[RequestOutp
             "The others are in this error's `outputs`.",
             outputs,
         )
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the block ends: a step is done whole or not at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ happened, so that no cell can pass because its perturbation did not take place.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,6 +24,7 @@ from truegraft.core.plan import StepPlan, StepResult
 from truegraft.core.scheduler import SchedulerStats
 from truegraft.engine import Engine
 from truegraft.generation import Generation, PromptTokens
+from truegraft.runner.build import DTYPES, block_bytes
 
 BLOCK = 64
 
@@ -152,13 +155,22 @@ Play = Callable[[Desk, Sequence[Case]], list[Generation]]
 
 @dataclass(frozen=True)
 class Run:
-    """Outputs by case name, and what happened on the way. broken: a pool's complaint."""
+    """Outputs by case name, and what happened on the way.
 
+    asked: names in the order of the table. broken: a pool's complaint at the end.
+    """
+
+    asked: tuple[str, ...]
     outputs: dict[str, RequestOutput]
     stats: SchedulerStats
     watch: Watch
     num_evictions: int
     broken: AssertionError | None
+
+    def check_integrity(self) -> None:
+        """Raise what the engine's own check raised after the run."""
+        if self.broken is not None:
+            raise self.broken
 
     def loads(self, case: str) -> int:
         """How often the case's adapter went to the device."""
@@ -166,24 +178,40 @@ class Run:
 
 
 class Lab:
-    """One model in one dtype, its adapters, and the answers known so far."""
+    """One model in one dtype on one CPU back end, its adapters, and the answers known so far."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str) -> None:
+    def __init__(
+        self, model: Path, adapters: Mapping[str, Path], dtype: str, back_end: str = "kernels"
+    ) -> None:
         self.model = model
         self.adapters = dict(adapters)
         self.dtype = dtype
-        self._alone: dict[Case, Answer] = {}
+        self.back_end = back_end
+        self._alone: dict[str, Answer] = {}
 
     @contextmanager
     def open(self, **options: Any) -> Iterator[Desk]:
         """A fresh engine: defaults, and `options`."""
         options = {"enable_lora": True} | options
-        with LLM(self.model, dtype=self.dtype, **options) as llm:
+        with mock.patch.dict(os.environ, TRUEGRAFT_CPU_OPS=self.back_end):
+            llm = LLM(self.model, dtype=self.dtype, **options)
+        with llm:
             yield Desk(llm.engine, self.adapters)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        with self.open() as desk:
+            return block_bytes(desk.engine.arch, DTYPES[desk.engine.dtype])
+
+    @property
+    def name(self) -> str:
+        """Dtype and back end."""
+        return f"{self.dtype}-{self.back_end}"
 
     def alone(self, case: Case) -> Answer:
         """The truth: this request alone on a fresh engine, no speculation, no cache."""
-        key = replace_name(case)
+        key = repr((case.adapter, case.prompt, case.params))  # a name is not part of a request
         if key not in self._alone:
             with self.open(enable_prefix_caching=False) as desk:
                 [generation] = desk.together([case])
@@ -199,6 +227,7 @@ class Lab:
                 generations = play(desk, cases)
             scheduler = desk.engine.scheduler
             return Run(
+                tuple(case.name for case in cases),
                 {g.request_id: g.output() for g in generations},
                 scheduler.stats,
                 watch,

@@ -158,7 +158,9 @@ def test_integrity_sees_a_lost_block() -> None:
         pool.check_integrity([])
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.sampled_from("ab")), max_size=60))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.sampled_from("ab")), max_size=60)
+)
 def test_a_match_always_holds_the_tokens_and_the_adapter_it_is_asked_for(
     steps: list[tuple[int, int, str]],
 ) -> None:

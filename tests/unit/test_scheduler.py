@@ -24,7 +24,6 @@ from truegraft.core.slots import SlotPool
 from truegraft.speculation.verify import accept
 
 SIZE = 4  # tokens of a block
-STOP = 99
 
 
 def next_token(tokens: Sequence[int], adapter: str | None) -> int:
@@ -85,9 +84,7 @@ class FakeDevice:
         if not work.samples:
             return RowResult()
         assert end == len(tokens), "sampling needs every known token computed"
-        drawn = [
-            next_token(known + list(work.draft[:i]), adapter) for i in range(work.num_logits)
-        ]
+        drawn = [next_token(known + list(work.draft[:i]), adapter) for i in range(work.num_logits)]
         drawn = drawn[: accept(work.draft, drawn) + 1]
         known += drawn
         return RowResult(tuple(drawn))
@@ -246,7 +243,7 @@ def test_an_equal_prefix_is_read_and_counted() -> None:
     second = driver.add(range(9))
     longer = driver.add([*range(8), 7, 7, 7])
     driver.run()
-    assert (first.num_cached_tokens, second.num_cached_tokens, longer.num_cached_tokens) == (0, 8, 8)
+    assert [r.num_cached_tokens for r in (first, second, longer)] == [0, 8, 8]
     assert driver.scheduler.stats.num_cached_tokens == 16
 
 

@@ -146,7 +146,9 @@ PAGES = {"a": (1, 0), "b": (2, 2), "c": (0, 3), "d": (4, 4), "e": (1, 1)}
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["acquire", "release", "claim", "drop"]), st.sampled_from("abcde")),
+        st.tuples(
+            st.sampled_from(["acquire", "release", "claim", "drop"]), st.sampled_from("abcde")
+        ),
         max_size=80,
     )
 )

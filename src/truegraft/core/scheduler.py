@@ -174,6 +174,7 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         """Start waiting requests in order; one without an adapter slot does not hold up others."""
         starving = False
+        self.slots.reopen()
         for request in list(self.waiting):
             if not draft.budget or not self._free_rows:
                 return
@@ -332,6 +333,13 @@ class Scheduler:
         if request.adapter is not None:
             self.slots.release(request.adapter)
         request.slot = -1
+
+    def abandon(self, plan: StepPlan) -> None:
+        """A step failed: what the device holds is unknown, so requests start again from tokens."""
+        self._in_flight.pop(plan.step)
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+        self.slots.reset()
 
     # ------------------------------------------------------------------ invariants
 

@@ -68,8 +68,9 @@ class SlotPool:
     def claim(self, adapter: str, pages: tuple[int, ...]) -> None:
         """Close enough adapters to new users that `adapter` fits once they are idle.
 
-        Those that have been on the device longest are closed first. They open again with the next
-        load, so that no adapter waits longer than the running requests of others take to end.
+        Those that have been on the device longest are closed first, until `reopen`: whoever starves
+        claims anew in each step, so a request that gives up locks nobody out, and none waits longer
+        than the running requests of others take to end.
         """
         leaving = [r for r in self._residents.values() if r.closing]
         candidates = sorted(
@@ -79,6 +80,19 @@ class SlotPool:
         while candidates and not self._fits(pages, leaving):
             candidates[0].closing = True
             leaving.append(candidates.pop(0))
+
+    def reopen(self) -> None:
+        """Forget all claims."""
+        for resident in self._residents.values():
+            resident.closing = False
+
+    def reset(self) -> None:
+        """Forget what the device holds, after a step that failed; pinned versions load again."""
+        self._residents = {n: r for n, r in self._residents.items() if r.pinned}
+        taken = self.residents.values()
+        self._free = [slot for slot in range(self.num_slots) if slot not in taken]
+        self._unloads = list(range(self.num_slots))
+        self._loads = [SlotLoad(slot, name) for name, slot in self.residents.items()]
 
     def pin(self, adapter: str, pages: tuple[int, ...]) -> bool:
         """Keep `adapter` on the device for good. False if there is no room for it now."""
@@ -91,7 +105,10 @@ class SlotPool:
     def drop(self, adapter: str) -> bool:
         """Take an unused version off the device. False if it is in use or not there."""
         resident = self._residents.get(adapter)
-        if resident is None or resident.num_users:
+        if resident is None:
+            return False
+        resident.pinned = False
+        if resident.num_users:
             return False
         self._evict(adapter)
         return True
@@ -104,13 +121,13 @@ class SlotPool:
         return unloads, loads
 
     def can_ever_fit(self, pages: Sequence[int]) -> bool:
-        """Whether an otherwise empty device could hold an adapter of so many pages."""
-        return max(pages, default=0) <= self.num_pages
+        """Whether a device that holds the pinned versions only could hold so many pages more."""
+        return self._fits(pages, [r for r in self._residents.values() if not r.pinned])
 
     def _load(self, adapter: str, pages: tuple[int, ...]) -> Resident | None:
         idle = sorted(
             (name for name, r in self._residents.items() if not r.num_users and not r.pinned),
-            key=lambda name: (not self._residents[name].closing, self._residents[name].last_used),
+            key=lambda name: self._residents[name].last_used,
         )
         victims: list[str] = []
         while not self._fits(pages, [self._residents[name] for name in victims]):
@@ -120,8 +137,6 @@ class SlotPool:
         for name in victims:
             self._evict(name)
             self.num_evictions += 1
-        for resident in self._residents.values():
-            resident.closing = False
         return self._place(adapter, pages)
 
     def _place(self, adapter: str, pages: tuple[int, ...]) -> Resident:

@@ -32,6 +32,7 @@ from truegraft.ops.reference import ReferenceOps, Tiles
 from truegraft.ops.reference_attention import BLOCK
 
 SEQUENCE = SPLIT + 44  # tokens: crosses a split and several blocks
+LARGE_STEP = 528  # rows: more than a default step has
 RANKS = (16, 32)  # of the proof's two adapters: one page and two
 
 _CANDIDATES: dict[str, tuple[Any, ...]] = {
@@ -55,12 +56,12 @@ _CANDIDATES: dict[str, tuple[Any, ...]] = {
 class Shapes:
     """Every distinct shape that a model gives the ops.
 
-    linears: (in, out); adapted: those of target modules, empty when adapters are off; embedding:
+    linears: (in, out of each fused part); adapters: whether they carry LoRA; embedding:
     (vocabulary, hidden); widths: of norms; inner: of silu_mul.
     """
 
-    linears: frozenset[tuple[int, int]]
-    adapted: frozenset[tuple[int, int]]
+    linears: frozenset[tuple[int, tuple[int, ...]]]
+    adapters: bool
     embedding: tuple[int, int]
     widths: frozenset[int]
     inner: frozenset[int]
@@ -68,17 +69,19 @@ class Shapes:
     qk_norm: bool
 
 
-def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps]) -> Tiles:
-    """The fastest tiles under which every op passes.
+def choose_tiles(
+    shapes: Shapes, dtype: torch.dtype, make: Callable[[torch.dtype, Tiles], ReferenceOps]
+) -> Tiles:
+    """The fastest tiles under which every op passes, in float32 and in the model dtype.
 
-    Warns, naming the cost, where only one row at a time does; raises ExactnessError if none do.
+    Tiles are chosen in float32: sums that differ by an ulp mostly round alike in bfloat16. Warns,
+    naming the cost, where only one row at a time passes; raises ExactnessError if nothing does.
     """
     tiles = Tiles()
     for family, candidates in _CANDIDATES.items():
-        failure = ""
         for candidate in candidates:
             chosen = replace(tiles, **{family: candidate})
-            failure = next(_failures(make(chosen), shapes, family), "")
+            failure = next(_failures(make(torch.float32, chosen), shapes, family), "")
             if not failure:
                 break
         else:
@@ -88,9 +91,13 @@ def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps]) -> Tiles
             warnings.warn(
                 f"{family} runs one row at a time: no faster tile is exact here.", stacklevel=2
             )
-    failure = next(_failures(make(tiles), shapes, "rowwise"), "")
-    if failure:
-        raise ExactnessError(_refusal(failure))
+    families = {torch.float32: ("rowwise",), dtype: (*_CANDIDATES, "rowwise")}
+    if dtype == torch.float32:
+        families = {dtype: ("rowwise",)}
+    for in_dtype, names in families.items():
+        for family in names:
+            for failure in _failures(make(in_dtype, tiles), shapes, family):
+                raise ExactnessError(_refusal(failure))
     return tiles
 
 
@@ -119,7 +126,7 @@ class _Proof:
     def __init__(self, ops: ReferenceOps) -> None:
         self._ops = ops
         self._random = torch.Generator().manual_seed(0)
-        sizes = {*ops.tiles.linear, *ops.tiles.lora, ops.row_multiple * 3}
+        sizes = {*ops.tiles.linear, *ops.tiles.lora, ops.row_multiple * 3, LARGE_STEP}
         self._counts = sorted(-(-size // ops.row_multiple) * ops.row_multiple for size in sizes)
 
     def _randn(self, *shape: int) -> Tensor:
@@ -129,17 +136,14 @@ class _Proof:
         return torch.randint(-1, num_slots, (count,), generator=self._random, dtype=torch.int32)
 
     def linears(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
-        for k, n in sorted(shapes.linears):
-            linear = Linear(self._ops.pack(self._randn(n, k)), None, (LinearPart(0, n),))
-            yield f"linear {k}→{n}", self._adapted_rows(linear, k)
+        for k, sizes in sorted(shapes.linears):
+            yield f"linear {k}→{sizes}", self._linear_rows(k, sizes, adapters=False)
 
     def adapters(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
-        for k, n in sorted(shapes.adapted):
-            part = LinearPart(0, n, self._pages(k, n))
-            linear = Linear(self._ops.pack(self._randn(n, k)), self._randn(n), (part,))
-            yield f"linear with LoRA {k}→{n}", self._adapted_rows(linear, k)
+        for k, sizes in sorted(shapes.linears) if shapes.adapters else ():
+            yield f"linear with LoRA {k}→{sizes}", self._linear_rows(k, sizes, adapters=True)
         vocabulary, hidden = shapes.embedding
-        pages = self._pages(vocabulary, hidden) if shapes.adapted else None
+        pages = self._pages(vocabulary, hidden) if shapes.adapters else None
         table = Embedding(self._randn(vocabulary, hidden), pages)
 
         def embed(x: Tensor, slots: Tensor) -> Tensor:
@@ -157,20 +161,27 @@ class _Proof:
         pages.scale.copy_(torch.tensor([0.5, 2.0]))
         return pages
 
-    def _adapted_rows(self, linear: Linear, k: int) -> bool:
+    def _linear_rows(self, k: int, sizes: Sequence[int], *, adapters: bool) -> bool:
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = tuple(
+            LinearPart(offset, n, self._pages(k, n) if adapters else None)
+            for offset, n in zip(offsets, sizes, strict=True)
+        )
+        width = sum(sizes)
+        bias = self._randn(width) if adapters else None
+        linear = Linear(self._ops.pack(self._randn(width, k)), bias, parts)
+
         def run(x: Tensor, slots: Tensor) -> Tensor:
             return self._ops.linear(x, linear, self._ops.plan_rows(slots), torch.float32)
 
         count = max(self._counts)
-        slots = self._slots(count, len(RANKS))
-        if linear.parts[0].pages is None:
-            slots.fill_(-1)
+        slots = self._slots(count, len(RANKS) if adapters else 0)
         return self._same_rows(self._randn(count, k), slots, run)
 
     def _same_rows(self, x: Tensor, slots: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """Whether rows of x keep their bits in calls of every size and at every place."""
         whole = run(x, slots)
-        for count in self._counts:
+        for count in (count for count in self._counts if count <= len(x)):
             for start in {0, len(x) - count}:
                 part = slice(start, start + count)
                 if not _equal(run(x[part], slots[part]), whole[part]):
@@ -192,9 +203,9 @@ class _Proof:
         for inner in sorted(shapes.inner):
             x = self._randn(count, 2 * inner)
             yield f"silu_mul {inner}", self._same_rows(x, none, lambda x, _: ops.silu_mul(x))
-        logits = torch.randn(count, shapes.embedding[0], generator=self._random)
-        yield "logprobs", self._same_rows(logits, none, lambda x, _: ops.logprobs(x))
-        yield "sample", self._same_rows(logits, none, self._draw)
+        few = torch.randn(8 * ops.row_multiple, shapes.embedding[0], generator=self._random)
+        yield "logprobs", self._same_rows(few, none, lambda x, _: ops.logprobs(x))
+        yield "sample", self._same_rows(few, none, self._draw)
         for shape in sorted(shapes.attention, key=repr):
             yield f"rope_write {shape}", self._rope_rows(shape, shapes.qk_norm)
 

@@ -150,8 +150,12 @@ class ReferenceOps:
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         rotated = self._round(rotated)
         n = batch.num_tokens
-        cache.k[batch.kv_block, :, batch.kv_offset] = rotated[:n, num_q:]
-        cache.v[batch.kv_block, :, batch.kv_offset] = heads[:n, num_q + num_kv :]
+        k, v = rotated[:n, num_q:], heads[:n, num_q + num_kv :]
+        # NOTE: 0 · NaN is NaN, so a value that is not finite would pass through a mask. It is
+        # written as a key that is not: masks hide keys, and who may see it fails all the same.
+        broken = ~v.isfinite().all(-1, keepdim=True)
+        cache.k[batch.kv_block, :, batch.kv_offset] = k.masked_fill(broken, torch.nan)
+        cache.v[batch.kv_block, :, batch.kv_offset] = v.masked_fill(broken, 0.0)
         return rotated[:, :num_q]
 
     # ------------------------------------------------------------------ attention

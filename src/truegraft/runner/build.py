@@ -33,7 +33,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 class Built:
     """An engine's parts below the scheduler. dtype: resolved; store is None without adapters."""
 
-    arch: Architecture
     dtype: DType
     max_model_len: int
     num_blocks: int
@@ -41,12 +40,11 @@ class Built:
     store: AdapterStore | None
 
 
-def build(config: EngineConfig) -> Built:
-    """Load the model and make its runner.
+def build(config: EngineConfig, arch: Architecture) -> Built:
+    """Load the model of this architecture and make its runner.
 
     Raises ModelError, ConfigError, OutOfMemoryError, ExactnessError.
     """
-    arch = Architecture.from_directory(config.model.path)
     name = arch.dtype if config.model.dtype == "auto" else config.model.dtype
     dtype = DTYPES[name]
     max_len, num_blocks = plan_cache(config, arch, dtype)
@@ -54,8 +52,8 @@ def build(config: EngineConfig) -> Built:
     model = config.model
     weights = load_weights(model.path, arch, dtype, load_format=model.load_format, seed=model.seed)
     shapes = op_shapes(arch, config.lora is not None)
-    make_ops = cpu_ops(dtype, list(shapes.attention))
-    ops = make_ops(choose_tiles(shapes, make_ops))
+    make_ops = cpu_ops(dtype, shapes.attention)
+    ops = make_ops(dtype, choose_tiles(shapes, dtype, make_ops))
     store = table = None
     if config.lora is not None:
         table = AdapterTable(arch.target_modules(), ops, config.lora)
@@ -64,27 +62,24 @@ def build(config: EngineConfig) -> Built:
     rows = Rows(config.scheduler.max_num_seqs, max_len, BLOCK_SIZE)
     caches = [_cache(arch, num_blocks, dtype) for _ in range(arch.num_layers)]
     runner = Runner(decoder, ops, caches, rows, table, store)
-    return Built(arch, name, max_len, num_blocks, runner, store)
+    return Built(name, max_len, num_blocks, runner, store)
 
 
 def op_shapes(arch: Architecture, adapters: bool) -> Shapes:
     """Every shape that this model gives the ops."""
     hidden, inner, dim = arch.hidden_size, arch.intermediate_size, arch.head_dim
     queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
-    targets = arch.target_modules().values()
     return Shapes(
         linears=frozenset(
             {
-                (hidden, queries + 2 * keys),
-                (queries, hidden),
-                (hidden, 2 * inner),
-                (inner, hidden),
-                (hidden, arch.vocab_size),
+                (hidden, (queries, keys, keys)),
+                (queries, (hidden,)),
+                (hidden, (inner, inner)),
+                (inner, (hidden,)),
+                (hidden, (arch.vocab_size,)),
             }
         ),
-        adapted=frozenset(
-            (t.in_features, t.out_features) for t in targets if adapters and t.kind == "linear"
-        ),
+        adapters=adapters,
         embedding=(arch.vocab_size, hidden),
         widths=frozenset({hidden}),
         inner=frozenset({inner}),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -61,7 +62,7 @@ class CpuOps(ReferenceOps):
     """C kernels for attention, adapters and row-wise ops; the rest is the reference."""
 
     def __init__(
-        self, dtype: torch.dtype, library: ctypes.CDLL, tiles: Tiles | None = None
+        self, library: ctypes.CDLL, dtype: torch.dtype, tiles: Tiles | None = None
     ) -> None:
         super().__init__(dtype, tiles)
         self._library = library
@@ -185,16 +186,16 @@ def _c_type(arg: Tensor | int | float | None) -> Any:
     return ctypes.c_float if isinstance(arg, float) else ctypes.c_void_p
 
 
-def supports(library: ctypes.CDLL, dtype: torch.dtype, shapes: Sequence[AttentionShape]) -> bool:
+def supports(library: ctypes.CDLL, dtype: torch.dtype, shapes: Iterable[AttentionShape]) -> bool:
     """Whether the kernels were compiled for this dtype and are large enough for these heads."""
     compiled = hasattr(library, f"attention_{str(dtype).removeprefix('torch.')}")
     return compiled and all(s.head_dim <= MAX_DIM and s.group <= MAX_GROUP for s in shapes)
 
 
 def cpu_ops(
-    dtype: torch.dtype, shapes: Sequence[AttentionShape]
-) -> Callable[[Tiles], ReferenceOps]:
-    """The back end for this machine and model, as a function of tiles that are yet to be proved.
+    dtype: torch.dtype, shapes: Iterable[AttentionShape]
+) -> Callable[[torch.dtype, Tiles], ReferenceOps]:
+    """This machine's back end for a model, as a constructor: its tiles are yet to be proved.
 
     TRUEGRAFT_CPU_OPS=reference chooses plain PyTorch where kernels could be compiled.
     """
@@ -203,5 +204,5 @@ def cpu_ops(
         raise ConfigError(f"TRUEGRAFT_CPU_OPS={wanted!r} must be 'kernels' or 'reference'.")
     library = load_library() if wanted == "kernels" else None
     if library is None or not supports(library, dtype, shapes):
-        return lambda tiles: ReferenceOps(dtype, tiles)
-    return lambda tiles: CpuOps(dtype, library, tiles)
+        return ReferenceOps
+    return partial(CpuOps, library)
