@@ -1,4 +1,4 @@
-"""Settings of every lane. Loads nothing heavy: the unit lane never imports torch."""
+"""Settings of every lane. Loads nothing heavy: a lane that needs no torch does not wait for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 # Before torch is imported: its thread count is part of what a result's bits may depend on.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as truegraft sets it, if torch comes first
 
 try:
     from hypothesis import HealthCheck, settings

@@ -9,7 +9,6 @@ setting, model or request; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -41,9 +40,6 @@ app.command()(check.check)
 def main() -> None:
     """Run the command that sys.argv names and exit with its code."""
     prepare_streams()
-    # Before torch is imported. Threads that spin while they wait for work make every op many times
-    # slower as soon as another process wants the same core; no result depends on it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(prog_name="truegraft")
     except TruegraftError as error:
