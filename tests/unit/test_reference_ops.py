@@ -628,9 +628,9 @@ def test_logits_that_nobody_adjusts_are_given_back_as_they_are() -> None:
 
 def proved(dtype: torch.dtype, width: int) -> ReferenceOps:
     """Ops with the tiles that this machine's proof gives for linears of this width."""
-    pair = frozenset({(width, 60)})
-    shapes = Shapes(pair, pair, (60, width), frozenset(), frozenset(), frozenset(), False)
-    return ReferenceOps(dtype, choose_tiles(shapes, lambda tiles: ReferenceOps(dtype, tiles)))
+    linears = frozenset({(width, (60,))})
+    shapes = Shapes(linears, True, (60, width), frozenset(), frozenset(), frozenset(), False)
+    return ReferenceOps(dtype, choose_tiles(shapes, dtype, ReferenceOps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,6 +33,7 @@ from truegraft.ops.reference_attention import BLOCK
 
 SEQUENCE = SPLIT + 44  # tokens: crosses a split and several blocks
 LARGE_STEP = 528  # rows: more than a default step has
+LOGITS_ROWS = 32  # sampling takes each row by itself: some are as good as many
 RANKS = (16, 32)  # of the proof's two adapters: one page and two
 
 _CANDIDATES: dict[str, tuple[Any, ...]] = {
@@ -137,11 +138,11 @@ class _Proof:
 
     def linears(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
         for k, sizes in sorted(shapes.linears):
-            yield f"linear {k}→{sizes}", self._linear_rows(k, sizes, adapters=False)
+            yield f"linear {k}→{'+'.join(map(str, sizes))}", self._linear_rows(k, sizes, adapters=False)
 
     def adapters(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
         for k, sizes in sorted(shapes.linears) if shapes.adapters else ():
-            yield f"linear with LoRA {k}→{sizes}", self._linear_rows(k, sizes, adapters=True)
+            yield f"linear with LoRA {k}→{'+'.join(map(str, sizes))}", self._linear_rows(k, sizes, adapters=True)
         vocabulary, hidden = shapes.embedding
         pages = self._pages(vocabulary, hidden) if shapes.adapters else None
         table = Embedding(self._randn(vocabulary, hidden), pages)
@@ -203,7 +204,7 @@ class _Proof:
         for inner in sorted(shapes.inner):
             x = self._randn(count, 2 * inner)
             yield f"silu_mul {inner}", self._same_rows(x, none, lambda x, _: ops.silu_mul(x))
-        few = torch.randn(8 * ops.row_multiple, shapes.embedding[0], generator=self._random)
+        few = torch.randn(LOGITS_ROWS, shapes.embedding[0], generator=self._random)
         yield "logprobs", self._same_rows(few, none, lambda x, _: ops.logprobs(x))
         yield "sample", self._same_rows(few, none, self._draw)
         for shape in sorted(shapes.attention, key=repr):
