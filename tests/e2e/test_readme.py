@@ -20,5 +20,7 @@ def test_the_first_example_of_the_readme_runs_as_printed(tmp_path: Path) -> None
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    printed = re.search(r"^prints\n\n```\n(.*?)^```$", README.read_text("utf-8"), re.DOTALL | re.M)
+    assert printed is not None, "the README says what the example prints"
+    assert done.stdout == printed[1]
     assert done.stderr == ""

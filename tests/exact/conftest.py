@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,11 +23,11 @@ def _prove_once() -> Iterator[None]:
     """
     proved: dict[object, Tiles] = {}
 
-    def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps]) -> Tiles:
+    def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps], *rest: Any) -> Tiles:
         ops = make(Tiles())
-        key = (shapes, type(ops), ops.dtype)
+        key = (shapes, type(ops), ops.dtype, *rest)
         if key not in proved:
-            proved[key] = prove.choose_tiles(shapes, make)
+            proved[key] = prove.choose_tiles(shapes, make, *rest)
         return proved[key]
 
     with mock.patch("truegraft.runner.build.choose_tiles", choose_tiles):
