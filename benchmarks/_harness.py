@@ -1,4 +1,4 @@
-"""What every benchmark shares: rounds that take turns, a table for people, a record for machines."""
+"""What every benchmark shares: rounds that take turns, and a record of what was measured."""
 
 from __future__ import annotations
 
@@ -47,8 +47,12 @@ def commit() -> str:
     """The commit that was measured, with a + if the tree differs from it."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True)
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "src"], capture_output=True, text=True
+        )
     except OSError:
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

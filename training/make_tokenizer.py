@@ -26,8 +26,13 @@ PIECES = (
 )
 
 # One user turn is exactly a task prompt; system text, if any, is a line of its own before it.
+# The adapters learned single questions: what came before the last one is left out.
 CHAT_TEMPLATE = (
+    "{% set ns = namespace(start=0) %}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set ns.start = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages[ns.start:] %}"
     "{% if message['role'] == 'user' %}Q: {{ message['content'] }}\nA:"
     "{% elif message['role'] == 'assistant' %} {{ message['content'] }}<|endoftext|>\n"
     "{% else %}{{ message['content'] }}\n{% endif %}"

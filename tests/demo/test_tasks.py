@@ -286,9 +286,10 @@ def test_chat_template_renders_a_task_prompt() -> None:
     question = example.prompt.removeprefix("Q: ").removesuffix("\nA:")
     turns = [{"role": "user", "content": question}]
     assert template.render(messages=turns, add_generation_prompt=True) == example.prompt
-    turns += [{"role": "assistant", "content": example.answer}, turns[0]]
-    expected = f"{example.prompt} {example.answer}{EOS}\n{example.prompt}"
-    assert template.render(messages=turns, add_generation_prompt=True) == expected
+    turns = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "x"}, *turns]
+    assert template.render(messages=turns, add_generation_prompt=True) == example.prompt
+    turns.append({"role": "assistant", "content": example.answer})
+    assert template.render(messages=turns) == f"{example.prompt} {example.answer}{EOS}\n"
 
 
 def test_measured_scores_keep_the_promise() -> None:

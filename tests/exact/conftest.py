@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from exact.lab import Lab, Run
 from exact.zoo import make_lab
 
 from truegraft.ops import prove
 from truegraft.ops.prove import Shapes
 from truegraft.ops.reference import ReferenceOps, Tiles
+
+MakeOps = Callable[[torch.dtype, Tiles], ReferenceOps]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,11 +25,10 @@ def _prove_once() -> Iterator[None]:
     """
     proved: dict[object, Tiles] = {}
 
-    def choose_tiles(shapes: Shapes, make: Callable[[Tiles], ReferenceOps], *rest: Any) -> Tiles:
-        ops = make(Tiles())
-        key = (shapes, type(ops), ops.dtype, *rest)
+    def choose_tiles(shapes: Shapes, dtype: torch.dtype, make: MakeOps) -> Tiles:
+        key = (shapes, dtype, type(make(dtype, Tiles())))
         if key not in proved:
-            proved[key] = prove.choose_tiles(shapes, make, *rest)
+            proved[key] = prove.choose_tiles(shapes, dtype, make)
         return proved[key]
 
     with mock.patch("truegraft.runner.build.choose_tiles", choose_tiles):

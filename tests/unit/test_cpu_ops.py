@@ -172,7 +172,7 @@ def test_rope_write(pair: tuple[CpuOps, ReferenceOps], with_norm: bool) -> None:
     results = []
     for ops in pair:
         qkv = randn(9, (4 + 2 * 2) * 32, seed=3).to(ops.dtype)
-        norm = QKNorm(*(randn(32, seed=s).to(ops.dtype) for s in (4, 5)), 1e-6)
+        norm = QKNorm(randn(32, seed=4).to(ops.dtype), randn(32, seed=5).to(ops.dtype), 1e-6)
         cache = KVCache(*(torch.zeros(3, 2, BLOCK, 32, dtype=ops.dtype) for _ in range(2)))
         where = batch([(0, 60, 8)], torch.tensor([[2, 1]]), padding=1)
         q = ops.rope_write(qkv, shape, (cos, sin), norm if with_norm else None, cache, where)

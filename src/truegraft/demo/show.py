@@ -23,9 +23,9 @@ from truegraft.llm import LLM
 SEED = 2024
 MAX_PROMPTS = 100  # of each task
 MAX_MODEL_LEN = 256
-TASK_PARAMS = SamplingParams(temperature=0.0, max_tokens=64, stop="\n", logprobs=0)
+TASK_PARAMS = SamplingParams(temperature=0.0, max_tokens=80, stop="\n", logprobs=0)
 FREE_PARAMS = SamplingParams(temperature=0.8, top_p=0.9, seed=SEED, max_tokens=48, logprobs=0)
-FREE_PROMPTS = ("It was a fine morning, and the", "def read_lines(path):\n")
+FREE_PROMPTS = ("She was very glad", "def read_lines(path):\n")
 
 OnProgress = Callable[[str, int, int], None]
 """(what is being done, how many are done, of how many)."""

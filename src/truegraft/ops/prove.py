@@ -138,11 +138,17 @@ class _Proof:
 
     def linears(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
         for k, sizes in sorted(shapes.linears):
-            yield f"linear {k}→{'+'.join(map(str, sizes))}", self._linear_rows(k, sizes, adapters=False)
+            yield (
+                f"linear {k}→{'+'.join(map(str, sizes))}",
+                self._linear_rows(k, sizes, adapters=False),
+            )
 
     def adapters(self, shapes: Shapes) -> Iterator[tuple[str, bool]]:
         for k, sizes in sorted(shapes.linears) if shapes.adapters else ():
-            yield f"linear with LoRA {k}→{'+'.join(map(str, sizes))}", self._linear_rows(k, sizes, adapters=True)
+            yield (
+                f"linear with LoRA {k}→{'+'.join(map(str, sizes))}",
+                self._linear_rows(k, sizes, adapters=True),
+            )
         vocabulary, hidden = shapes.embedding
         pages = self._pages(vocabulary, hidden) if shapes.adapters else None
         table = Embedding(self._randn(vocabulary, hidden), pages)
