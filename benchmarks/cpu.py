@@ -69,6 +69,7 @@ class Peer:
         for name, folder in rest:
             self.model.load_adapter(str(folder), adapter_name=name)
         self.model.eval()
+        self.model.generation_config.eos_token_id = None  # as our ignore_eos
 
     def generate(self, work: Work) -> list[list[int]]:
         """Token ids of each answer."""
@@ -77,7 +78,6 @@ class Peer:
         inputs = self.tokenizer(work.prompts, return_tensors="pt", padding=True)
         options: dict[str, Any] = {
             "max_new_tokens": work.new_tokens,
-            "min_new_tokens": work.new_tokens,
             "do_sample": False,
             "pad_token_id": self.tokenizer.pad_token_id,
         }

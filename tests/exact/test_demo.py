@@ -28,14 +28,14 @@ def demo_lab() -> Lab:
 
 @cache
 def demo_case(name: str) -> Case:
-    """Four examples with their answers (more than a block), and a question."""
+    """Eight examples with their answers (some blocks), and a question."""
     task, _, mode = name.partition("/")
     file = HELD_OUT / f"{TASKS[0] if task == 'base' else task}.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines()
     # Modes share no prefix, so that no case finds another's in the cache.
-    examples = [json.loads(line) for line in lines[:: 1 if mode == "greedy" else -1][:5]]
-    text = "\n".join(f"{e['prompt']} {e['answer']}" for e in examples[:4])
-    tokens = Tokenizer.from_directory(demo.model_path()).encode(f"{text}\n{examples[4]['prompt']}")
+    examples = [json.loads(line) for line in lines[:: 1 if mode == "greedy" else -1][:9]]
+    text = "\n".join(f"{e['prompt']} {e['answer']}" for e in examples[:8])
+    tokens = Tokenizer.from_directory(demo.model_path()).encode(f"{text}\n{examples[8]['prompt']}")
     params = replace(GREEDY if mode == "greedy" else SEEDED, max_tokens=24)
     return Case(name, None if task == "base" else task, tuple(tokens), params)
 

@@ -8,9 +8,12 @@ from exact.lab import Case, Lab, Run
 
 CELLS = [(p, case) for p in PERTURBATIONS for case in REQUESTS if p.applies(case)]
 
+LABS = ("float32", "bfloat16", "bfloat16-reference")
+
 Runs = dict[tuple[str, str], Run]
 
 
+@pytest.mark.parametrize("lab", LABS, indirect=True, scope="session")
 @pytest.mark.parametrize(
     ("perturbation", "case"), [pytest.param(p, c, id=f"{c.name} x {p.name}") for p, c in CELLS]
 )

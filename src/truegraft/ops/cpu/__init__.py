@@ -33,7 +33,7 @@ from truegraft.ops.interface import (
 from truegraft.ops.reference import ReferenceOps, Tiles
 from truegraft.ops.reference_lora import UnitPlan
 
-MAX_DIM, MAX_GROUP = 256, 64  # as in kernels.c
+LANES, MAX_DIM, MAX_GROUP = 16, 256, 64  # as in kernels.c
 ROWS_PER_TASK = 16  # fewer rows than two tasks' are not worth a second thread
 
 Kernel = Callable[..., None]
@@ -189,7 +189,10 @@ def _c_type(arg: Tensor | int | float | None) -> Any:
 def supports(library: ctypes.CDLL, dtype: torch.dtype, shapes: Iterable[AttentionShape]) -> bool:
     """Whether the kernels were compiled for this dtype and are large enough for these heads."""
     compiled = hasattr(library, f"attention_{str(dtype).removeprefix('torch.')}")
-    return compiled and all(s.head_dim <= MAX_DIM and s.group <= MAX_GROUP for s in shapes)
+    fitting = all(
+        s.head_dim % LANES == 0 and s.head_dim <= MAX_DIM and s.group <= MAX_GROUP for s in shapes
+    )
+    return compiled and fitting
 
 
 def cpu_ops(

@@ -22,7 +22,7 @@ FLAGS = (
     "-std=c11",
     "-shared",
     "-fPIC",
-    "-ffp-contract=off",  # the kernels write out each fused multiply-add
+    "-ffp-contract=off",  # a product and a sum round apart, in vector loops and in their tails
     "-fno-math-errno",
     "-fno-trapping-math",
 )

@@ -3,6 +3,15 @@
 // Each works on rows begin … end-1 of a step, so that a caller may divide the rows among threads.
 // Shapes are those of ops/interface.py, dense and row-major.
 
+// Σ a[i] b[i]: lane j takes the indices ≡ j (mod 16), also those of the last, partial vector.
+static inline float NAME(dot)(const T *a, const T *b, int64_t n) {
+  lanes_t lanes = {0};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) lanes += LOAD_LANES(a + i) * LOAD_LANES(b + i);
+  for (int j = 0; i + j < n; j++) lanes[j] += LOAD(a[i + j]) * LOAD(b[i + j]);
+  return add_lanes(lanes);
+}
+
 // r = round(x + residual), y = round(r / sqrt(mean(r²) + eps) · weight). residual may be NULL.
 void NAME(add_norm)(int64_t begin, int64_t end, const T *x, const T *residual, const T *weight,
                     T *y, T *r, int64_t n, float eps) {
@@ -11,14 +20,9 @@ void NAME(add_norm)(int64_t begin, int64_t end, const T *x, const T *residual, c
     T *ys = y + row * n, *rs = r + row * n;
     for (int64_t i = 0; i < n; i++)
       rs[i] = residual ? STORE(LOAD(xs[i]) + LOAD(residual[row * n + i])) : xs[i];
-    float lanes[LANES] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-      for (int j = 0; j < LANES; j++)
-        lanes[j] = FMA(LOAD(rs[i + j]), LOAD(rs[i + j]), lanes[j]);
-    for (int j = 0; i + j < n; j++) lanes[j] = FMA(LOAD(rs[i + j]), LOAD(rs[i + j]), lanes[j]);
-    float root = sqrtf(add_lanes(lanes) / (float)n + eps);
-    for (i = 0; i < n; i++) ys[i] = STORE(LOAD(rs[i]) / root * LOAD(weight[i]));
+    float root = sqrtf(NAME(dot)(rs, rs, n) / (float)n + eps);
+    for (int64_t i = 0; i < n; i++)
+      ys[i] = STORE(LOAD(rs[i]) / root * LOAD(weight[i]));
   }
 }
 
@@ -36,7 +40,7 @@ static inline void NAME(norm_rotate)(const T *head, const T *weight, const float
   float x[MAX_DIM];
   for (int64_t i = 0; i < dim; i++) x[i] = LOAD(head[i]);
   if (weight) {
-    float root = sqrtf(dot(x, x, dim) / (float)dim + eps);
+    float root = sqrtf(NAME(dot)(head, head, dim) / (float)dim + eps);
     for (int64_t i = 0; i < dim; i++) x[i] = LOAD(STORE(x[i] / root * LOAD(weight[i])));
   }
   int64_t half = dim / 2;
@@ -66,45 +70,50 @@ void NAME(rope_write)(int64_t begin, int64_t end, const T *qkv, const float *cos
   }
 }
 
-// One row's running softmax over one split, per query head of a group.
+// One row's running softmax over one split, per query head of a group. dim is a multiple of LANES.
 typedef struct {
-  float top[MAX_GROUP], total[MAX_GROUP], acc[MAX_GROUP][MAX_DIM];
+  float top[MAX_GROUP], total[MAX_GROUP];
+  lanes_t acc[MAX_GROUP][MAX_DIM / LANES];
 } NAME(State);
 
 static inline void NAME(reset)(NAME(State) * s, int64_t group, int64_t dim) {
   for (int64_t h = 0; h < group; h++) {
     s->top[h] = -INFINITY;
     s->total[h] = 0;
-    for (int64_t i = 0; i < dim; i++) s->acc[h][i] = 0;
+    for (int64_t i = 0; i < dim / LANES; i++) s->acc[h][i] = (lanes_t){0};
   }
 }
 
 // Add keys low … high-1 of one tile. keys, values: the tile's block of one kv head.
 static inline __attribute__((always_inline)) void NAME(add_tile)(
-    NAME(State) * s, const float *q, const T *keys, const T *values, int64_t low, int64_t high,
+    NAME(State) * s, const lanes_t *q, const T *keys, const T *values, int64_t low, int64_t high,
     int64_t group, int64_t dim) {
-  float weights[MAX_GROUP][BLOCK], row[MAX_DIM], keep[MAX_GROUP];
-  for (int64_t key = low; key < high; key++) {
-    for (int64_t i = 0; i < dim; i++) row[i] = LOAD(keys[key * dim + i]);
-    for (int64_t h = 0; h < group; h++) weights[h][key] = dot(q + h * dim, row, dim);
-  }
+  int64_t width = dim / LANES;
+  float weights[MAX_GROUP][BLOCK];
+  for (int64_t h = 0; h < group; h++)
+    for (int64_t key = 0; key < BLOCK; key++) weights[h][key] = -INFINITY;
+  for (int64_t key = low; key < high; key++)
+    for (int64_t h = 0; h < group; h++) {
+      lanes_t lanes = {0};
+      for (int64_t i = 0; i < width; i++)
+        lanes += q[h * width + i] * LOAD_LANES(keys + key * dim + i * LANES);
+      weights[h][key] = add_lanes(lanes);
+    }
   for (int64_t h = 0; h < group; h++) {
-    float top = s->top[h];
-    for (int64_t key = low; key < high; key++)
-      top = weights[h][key] > top || weights[h][key] != weights[h][key] ? weights[h][key] : top;
-    keep[h] = s->top[h] == -INFINITY ? 0.0f : exp_(s->top[h] - top);
-    for (int64_t key = low; key < high; key++) weights[h][key] = exp_(weights[h][key] - top);
-    float lanes[LANES] = {0};
-    for (int64_t key = low; key < high; key++) lanes[key % LANES] += weights[h][key];
+    float top = s->top[h], *w = weights[h];
+    for (int64_t key = low; key < high; key++) top = w[key] > top || w[key] != w[key] ? w[key] : top;
+    float keep = s->top[h] == -INFINITY ? 0.0f : exp_(s->top[h] - top);
+    for (int64_t key = 0; key < BLOCK; key++) w[key] = exp_(w[key] - top);  // 0 for -infinity
+    lanes_t sum = load_float(w);
+    for (int64_t key = LANES; key < BLOCK; key += LANES) sum += load_float(w + key);
     s->top[h] = top;
-    s->total[h] = FMA(s->total[h], keep[h], add_lanes(lanes));
-    for (int64_t i = 0; i < dim; i++) s->acc[h][i] *= keep[h];
-  }
-  for (int64_t key = low; key < high; key++) {
-    for (int64_t i = 0; i < dim; i++) row[i] = LOAD(values[key * dim + i]);
-    for (int64_t h = 0; h < group; h++)
-      for (int64_t i = 0; i < dim; i++)
-        s->acc[h][i] = FMA(weights[h][key], row[i], s->acc[h][i]);
+    s->total[h] = s->total[h] * keep + add_lanes(sum);
+    lanes_t acc[MAX_DIM / LANES];
+    for (int64_t i = 0; i < width; i++) acc[i] = s->acc[h][i] * keep;
+    for (int64_t key = low; key < high; key++)
+      for (int64_t i = 0; i < width; i++)
+        acc[i] += w[key] * LOAD_LANES(values + key * dim + i * LANES);
+    for (int64_t i = 0; i < width; i++) s->acc[h][i] = acc[i];
   }
 }
 
@@ -116,14 +125,14 @@ static inline void NAME(fold)(NAME(State) * all, const NAME(State) * part, int64
     float top = all->top[h] > part->top[h] ? all->top[h] : part->top[h];
     float a = first ? 0.0f : exp_(all->top[h] - top), b = first ? 1.0f : exp_(part->top[h] - top);
     all->top[h] = first ? part->top[h] : top;
-    all->total[h] = FMA(part->total[h], b, all->total[h] * a);
-    for (int64_t i = 0; i < dim; i++)
-      all->acc[h][i] = FMA(part->acc[h][i], b, all->acc[h][i] * a);
+    all->total[h] = all->total[h] * a + part->total[h] * b;
+    for (int64_t i = 0; i < dim / LANES; i++)
+      all->acc[h][i] = all->acc[h][i] * a + part->acc[h][i] * b;
   }
 }
 
 static inline __attribute__((always_inline)) void NAME(attend_row)(
-    const float *q, const T *k_cache, const T *v_cache, const int32_t *table, int64_t head,
+    const lanes_t *q, const T *k_cache, const T *v_cache, const int32_t *table, int64_t head,
     int64_t kv_heads, int64_t first, int64_t position, int64_t group, int64_t dim,
     NAME(State) * all) {
   NAME(State) part;
@@ -149,7 +158,7 @@ void NAME(attention)(int64_t begin, int64_t end, const T *q, const T *k_cache, c
                      int64_t max_blocks, int64_t num_tokens, int64_t window, float scale, T *out,
                      int64_t heads, int64_t kv_heads, int64_t dim) {
   int64_t group = heads / kv_heads;
-  float query[MAX_GROUP * MAX_DIM];
+  lanes_t query[MAX_GROUP * MAX_DIM / LANES];
   NAME(State) state;
   for (int64_t row = begin; row < end; row++) {
     if (row >= num_tokens) {
@@ -161,7 +170,8 @@ void NAME(attention)(int64_t begin, int64_t end, const T *q, const T *k_cache, c
     first = first < 0 ? 0 : first;
     for (int64_t g = 0; g < kv_heads; g++) {
       const T *qs = q + (row * heads + g * group) * dim;
-      for (int64_t i = 0; i < group * dim; i++) query[i] = LOAD(qs[i]) * scale;
+      for (int64_t i = 0; i < group * dim / LANES; i++)
+        query[i] = LOAD_LANES(qs + i * LANES) * scale;
 #define ATTEND(DIM)                                                                       \
   NAME(attend_row)(query, k_cache, v_cache, table, g, kv_heads, first, position, group, DIM, \
                    &state)
@@ -174,7 +184,8 @@ void NAME(attention)(int64_t begin, int64_t end, const T *q, const T *k_cache, c
 #undef ATTEND
       T *o = out + (row * heads + g * group) * dim;
       for (int64_t h = 0; h < group; h++)
-        for (int64_t i = 0; i < dim; i++) o[h * dim + i] = STORE(state.acc[h][i] / state.total[h]);
+        for (int64_t i = 0; i < dim; i++)
+          o[h * dim + i] = STORE(state.acc[h][i / LANES][i % LANES] / state.total[h]);
     }
   }
 }
@@ -182,20 +193,14 @@ void NAME(attention)(int64_t begin, int64_t end, const T *q, const T *k_cache, c
 // s[r] = round(scale · x a[r]) for `rank` rows of a page of A.
 static inline void NAME(shrink)(const T *x, const float *a, float scale, int64_t rank, int64_t k,
                                 float *s) {
-  float lanes[PAGE_RANK][LANES] = {{0}}, part[CHUNK];
-  for (int64_t start = 0; start < k; start += CHUNK) {  // x is converted once for all ranks
-    int64_t width = k - start < CHUNK ? k - start : CHUNK;
-    for (int64_t i = 0; i < width; i++) part[i] = LOAD(x[start + i]);
-    for (int64_t r = 0; r < rank; r++) {
-      const float *row = a + r * k + start;
-      int64_t i = 0;
-      for (; i + LANES <= width; i += LANES)
-        for (int j = 0; j < LANES; j++)
-          lanes[r][j] = FMA(part[i + j], row[i + j], lanes[r][j]);
-      for (int j = 0; i + j < width; j++)
-        lanes[r][j] = FMA(part[i + j], row[i + j], lanes[r][j]);
-    }
+  lanes_t lanes[PAGE_RANK] = {{0}};
+  int64_t i = 0;
+  for (; i + LANES <= k; i += LANES) {  // x is converted once for all ranks
+    lanes_t part = LOAD_LANES(x + i);
+    for (int64_t r = 0; r < rank; r++) lanes[r] += part * load_float(a + r * k + i);
   }
+  for (int j = 0; i + j < k; j++)
+    for (int64_t r = 0; r < rank; r++) lanes[r][j] += LOAD(x[i + j]) * a[r * k + i + j];
   for (int64_t r = 0; r < rank; r++) s[r] = LOAD(STORE(scale * add_lanes(lanes[r])));
 }
 
@@ -206,7 +211,7 @@ static inline __attribute__((always_inline)) void NAME(expand)(const float *s, c
                                                                int64_t width) {
   float delta[STRIP] = {0};
   for (int64_t r = 0; r < rank; r++)
-    for (int64_t j = 0; j < width; j++) delta[j] = FMA(s[r], b[r * stride + j], delta[j]);
+    for (int64_t j = 0; j < width; j++) delta[j] += s[r] * b[r * stride + j];
   for (int64_t j = 0; j < width; j++) y[j] += delta[j];
 }
 
