@@ -122,8 +122,8 @@ def crowded(desk: Desk, cases: Sequence[Case]) -> list[Generation]:
     generations = []
     for case in cases:
         length = (CROWDED_BLOCKS - -(-case.num_tokens // BLOCK)) * BLOCK - 12
-        params = replace(GREEDY, max_tokens=24, logprobs=None)
-        other = "random-8" if case.adapter is None else None
+        params = replace(GREEDY, max_tokens=16, logprobs=None)
+        other = next(iter(desk.adapters)) if case.adapter is None else None
         hog = desk.hand_in(Case(f"hog-{case.name}", other, stream(7, length), params))
         while not hog.samples[0].token_ids:
             desk.engine.step()

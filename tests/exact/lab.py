@@ -125,14 +125,14 @@ class Desk:
 
     def __init__(self, engine: Engine, adapters: Mapping[str, Path]) -> None:
         self.engine = engine
-        self._adapters = adapters
+        self.adapters = adapters
         self._round = itertools.count()
 
     def hand_in(self, case: Case, name: str | None = None) -> Generation:
         """Add a case to the engine's queue."""
         lora = version = None
         if case.adapter is not None:
-            lora = LoRARequest(case.adapter, lora_path=str(self._adapters[case.adapter]))
+            lora = LoRARequest(case.adapter, lora_path=str(self.adapters[case.adapter]))
             version = self.engine.load_adapter(lora).result()
         prompt = PromptTokens(case.prompt, None, lora)
         return self.engine.add(name or case.name, prompt, case.params, version)

@@ -16,7 +16,11 @@ from truegraft.text import Tokenizer
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "demo"
 TASKS = sorted(file.stem for file in HELD_OUT.glob("*.jsonl"))
-CHOSEN = ("batch-7", "ngram-1", "ngram-3", "ngram-7", "chunk-64", "cache-warm", "everything")
+CHOSEN = (
+    "batch-7",
+    *("ngram-1", "ngram-3", "ngram-7"),
+    *("chunk-64", "cache-warm", "preempted", "evicted", "shuffled-1"),
+)
 ROWS = [row for row in PERTURBATIONS if row.name in CHOSEN]
 NAMES = [f"{task or 'base'}/{mode}" for task in (None, *TASKS) for mode in ("greedy", "seeded")]
 
@@ -36,7 +40,7 @@ def demo_case(name: str) -> Case:
     examples = [json.loads(line) for line in lines[:: 1 if mode == "greedy" else -1][:9]]
     text = "\n".join(f"{e['prompt']} {e['answer']}" for e in examples[:8])
     tokens = Tokenizer.from_directory(demo.model_path()).encode(f"{text}\n{examples[8]['prompt']}")
-    params = replace(GREEDY if mode == "greedy" else SEEDED, max_tokens=24)
+    params = replace(GREEDY if mode == "greedy" else SEEDED, max_tokens=48)
     return Case(name, None if task == "base" else task, tuple(tokens), params)
 
 
