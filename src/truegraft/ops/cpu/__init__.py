@@ -53,9 +53,10 @@ class SlotPlan(UnitPlan):
     """The rows' slots as they are; units only for what the reference computes (embeddings)."""
 
     def __init__(self, slots: Tensor, sizes: Sequence[int]) -> None:
-        super().__init__(slots.tolist(), sizes)
+        listed = slots.tolist()
+        super().__init__(listed, sizes)
         self.slots = slots.contiguous()
-        self.has_adapters = bool((slots >= 0).any())
+        self.highest = max(listed, default=-1)
 
 
 class CpuOps(ReferenceOps):
@@ -83,7 +84,7 @@ class CpuOps(ReferenceOps):
         y = self._matmul(x.float(), linear.weight)
         if linear.bias is not None:
             y += linear.bias.float()
-        for part in linear.parts if rows.has_adapters else ():
+        for part in linear.parts if rows.highest >= 0 else ():
             if part.pages is not None:
                 self._add_adapters(x, y, part.offset, part.pages, rows)
         return y.to(out or self.dtype)
@@ -91,6 +92,7 @@ class CpuOps(ReferenceOps):
     def _add_adapters(
         self, x: Tensor, y: Tensor, offset: int, pages: LoraPages, rows: SlotPlan
     ) -> None:
+        assert rows.highest < len(pages.page_of), "a slot that the device does not have"
         a, b = pages.a, pages.b
         table = (pages.page_of, pages.rank, pages.scale, rows.slots)
         sizes = (pages.page_of.shape[1], a.shape[2], b.shape[2], offset, y.shape[1])
