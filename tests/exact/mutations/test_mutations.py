@@ -12,7 +12,7 @@ import pytest
 from exact.cases import PERTURBATIONS, REQUESTS, Perturbation, check_cell
 from exact.features import FEATURES, check_feature, feature_case, run_features
 from exact.lab import Lab, Mismatch, Run
-from exact.mutations.breaks import BREAKS, Break
+from exact.mutations.breaks import BREAKS, Break, reverse_the_ranks
 from exact.samples import check_samples, run_samples
 
 MODES = ("greedy", "seeded")
@@ -69,3 +69,13 @@ def test_noticed(lab: Lab, runs: Runs, monkeypatch: pytest.MonkeyPatch, broken: 
         run = run_cells(lab, broken.cells)
     checks = checks_of(lab, broken.cells, run)
     assert mismatches(checks) > 0, "not noticed"
+
+
+@pytest.mark.parametrize("lab", ["float32"], indirect=True, scope="session")
+def test_another_order_of_ranks_flips_the_tie(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in bits of a logprob alone: in tokens, as a user would see it."""
+    with monkeypatch.context() as patch:
+        reverse_the_ranks(patch)
+        run = run_cells(lab, "batch-7")
+    [tie] = [case for case in REQUESTS if case.name == "tie/greedy"]
+    assert tuple(run.outputs[tie.name].outputs[0].token_ids) != lab.alone(tie).token_ids

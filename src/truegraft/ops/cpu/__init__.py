@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -162,9 +162,10 @@ class CpuOps(ReferenceOps):
         others = [
             self._pool.submit(kernel, begin, end, *values) for begin, end in pairwise(edges[1:])
         ]
-        kernel(0, edges[1], *values)
-        for task in others:
-            task.result()
+        try:
+            kernel(0, edges[1], *values)
+        finally:  # an interrupt must not free tensors that a thread still writes
+            wait(others)
 
     def _find(self, name: str, args: Sequence[Tensor | int | float | None]) -> Kernel:
         """The kernel for this dtype. Tensors go as addresses, ints as int64, floats as float."""
