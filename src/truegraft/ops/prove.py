@@ -92,13 +92,12 @@ def choose_tiles(
             warnings.warn(
                 f"{family} runs one row at a time: no faster tile is exact here.", stacklevel=2
             )
-    families = {torch.float32: ("rowwise",), dtype: (*_CANDIDATES, "rowwise")}
-    if dtype == torch.float32:
-        families = {dtype: ("rowwise",)}
-    for in_dtype, names in families.items():
-        for family in names:
-            for failure in _failures(make(in_dtype, tiles), shapes, family):
-                raise ExactnessError(_refusal(failure))
+    left = [(torch.float32, "rowwise")]
+    if dtype != torch.float32:
+        left += [(dtype, family) for family in (*_CANDIDATES, "rowwise")]
+    for proved_in, family in left:
+        for failure in _failures(make(proved_in, tiles), shapes, family):
+            raise ExactnessError(_refusal(failure))
     return tiles
 
 
