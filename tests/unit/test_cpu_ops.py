@@ -202,10 +202,23 @@ def test_plain_pytorch_serves_where_nothing_can_be_compiled(
         cpu_ops(torch.float32, shapes)
     monkeypatch.setenv("TRUEGRAFT_CPU_OPS", "kernels")
     monkeypatch.setenv("TRUEGRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(compile, "FLAGS", ("--no-such-flag",))
-    assert cpu_ops(torch.float32, shapes) is ReferenceOps
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="no-such-flag"):
+        patch.setattr(compile, "FLAGS", ("--no-such-flag",))
+        assert cpu_ops(torch.float32, shapes) is ReferenceOps
+    assert cpu_ops(torch.float32, shapes) is not ReferenceOps
+    (library,) = tmp_path.glob("*.so")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / library.name).write_bytes(b"not a library")
+    monkeypatch.setenv("TRUEGRAFT_CACHE", str(broken))
+    with pytest.warns(UserWarning, match="exact but slower"):
+        assert cpu_ops(torch.float32, shapes) is ReferenceOps
+    monkeypatch.setenv("TRUEGRAFT_CACHE", str(library))  # a file is no folder
+    with pytest.warns(UserWarning, match="exact but slower"):
+        assert cpu_ops(torch.float32, shapes) is ReferenceOps
     monkeypatch.setenv("PATH", "")
-    assert compile.load_library() is None
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert cpu_ops(torch.float32, shapes) is ReferenceOps
 
 
 def test_shapes_that_the_kernels_cannot_hold_are_left_to_the_reference(

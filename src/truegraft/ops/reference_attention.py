@@ -27,7 +27,7 @@ class _SplitStep(NamedTuple):
     num_blocks: int  # read of each split: as many as the longest sequence here needs
     blocks: Tensor  # [W·G·num_blocks] int64, block · G + kv head
     stale: Tensor  # int64, places among [W·G·num_blocks·64] past the sequence: may hold anything
-    hidden: Tensor | None  # [W, 1, rows · group, num_blocks·64] bool
+    hidden: Tensor | None  # [W, 1, rows · group, num_blocks·64] bool: keys not to be seen
 
 
 class _Tiles(NamedTuple):

@@ -1,7 +1,8 @@
 """Compile kernels.c with the machine's C compiler, once, and keep the library in a cache.
 
 The library is named by the source, the flags and the processor, so that a home shared by several
-machines holds one for each. No compiler is not an error: the caller falls back to plain PyTorch.
+machines holds one for each. Where that fails the caller falls back to plain PyTorch, and a warning
+says why: the tokens stay exact, but nobody should be slow without knowing it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 SOURCES = ("kernels.c", "kernels.h")
@@ -29,14 +31,29 @@ FLAGS = (
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there is no C compiler or it fails."""
+    """The compiled kernels, or None, with a warning that says why there are none."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
+        _warn("no C compiler (cc, gcc or clang) is on the PATH")
         return None
     library = cache_directory() / f"cpu-kernels-{_key(compiler)}.so"
-    if not library.exists() and not _compile(compiler, library):
-        return None
-    return ctypes.CDLL(str(library))
+    try:
+        if not library.exists():
+            _compile(compiler, library)
+        return ctypes.CDLL(str(library))
+    except subprocess.CalledProcessError as error:
+        _warn(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _warn(str(error))
+    return None
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"the CPU kernels cannot be compiled, plain PyTorch computes instead, exact but slower: "
+        f"{reason}. TRUEGRAFT_CPU_OPS=reference chooses this without a warning.",
+        stacklevel=4,
+    )
 
 
 def cache_directory() -> Path:
@@ -64,16 +81,14 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, library: Path) -> bool:
+def _compile(compiler: str, library: Path) -> None:
     """Compile beside the target and move into place, so that no one loads half a library."""
     source = Path(__file__).with_name(SOURCES[0])
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
-            command = [compiler, *FLAGS, "-o", str(built), str(source), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=300)
-            built.replace(library)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / library.name
+        command = [compiler, *FLAGS, "-o", str(built), str(source), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())  # a half-written library would crash whoever loads it
+        built.replace(library)
