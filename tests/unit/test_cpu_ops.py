@@ -128,6 +128,8 @@ def batch(parts: Sequence[tuple[int, int, int]], tables: Tensor, padding: int = 
         seq_offset=torch.tensor([0, *(n for *_, n in parts)]).cumsum(0),
         seq_start=torch.tensor([start for _, start, _ in parts]),
         block_tables=tables.int(),
+        max_query=max(n for *_, n in parts),
+        max_context=max(start + n for _, start, n in parts),
     )
 
 

@@ -135,9 +135,14 @@ class NormOfFewRowsDiffers(ReferenceOps):
     """Another formula for small calls: the weight joins before the division."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        y, r = super().add_norm(x, residual, weight, eps)
+        y, r = super().add_norm(x, residual, weight, eps, index)
         if len(x) > 16:
             return y, r
         r32 = r.float()

@@ -257,6 +257,8 @@ def make_batch(parts: Sequence[tuple[int, int]], multiple: int = 16) -> TokenBat
         seq_offset=torch.tensor([0, *(count for _, count in parts)]).cumsum(0),
         seq_start=torch.tensor([start for start, _ in parts]),
         block_tables=tables,
+        max_query=max(count for _, count in parts),
+        max_context=longest,
     )
 
 

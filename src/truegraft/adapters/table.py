@@ -29,6 +29,7 @@ class AdapterTable:
             for module, shape in targets.items()
         }
         self._free = {module: list(range(config.num_pages - 1, -1, -1)) for module in targets}
+        self.depth = torch.zeros(config.max_loras, dtype=torch.int32)  # most pages of any module
         self._slots: list[Adapter | None] = [None] * config.max_loras
 
     def load(self, slot: int, adapter: Adapter) -> None:
@@ -37,10 +38,13 @@ class AdapterTable:
         self._slots[slot] = adapter
         for module, weights in adapter.modules.items():
             self._write(module, slot, weights)
+        ranks = [weights.rank for weights in adapter.modules.values()]
+        self.depth[slot] = -(-max(ranks, default=0) // LORA_PAGE_RANK)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: no module keeps a page or a scale of it."""
         adapter, self._slots[slot] = self._slots[slot], None
+        self.depth[slot] = 0
         for module in adapter.modules if adapter else ():
             table = self.pages[module]
             self._free[module] += [page for page in table.page_of[slot].tolist() if page >= 0]

@@ -87,9 +87,12 @@ class Decoder:
         assert residual is not None, "a model has layers"
         return x, residual
 
-    def logits(self, x: Tensor, residual: Tensor, rows: RowPlan) -> Tensor:
-        """Final norm and lm_head of chosen hidden rows: [L, hidden] each → [L, V] float32."""
-        normed, _ = self._ops.add_norm(x, residual, self._final_norm, self._eps)
+    def logits(self, x: Tensor, residual: Tensor, index: Tensor, rows: RowPlan) -> Tensor:
+        """Final norm and lm_head of the hidden rows `index` [L]: [M, hidden] each → [L, V] float32.
+
+        rows: the adapter work of the chosen rows.
+        """
+        normed, _ = self._ops.add_norm(x, residual, self._final_norm, self._eps, index)
         return self._ops.linear(normed, self.lm_head, rows, torch.float32)
 
 

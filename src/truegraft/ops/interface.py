@@ -109,6 +109,8 @@ class TokenBatch:
     seq_offset: Tensor  # [S + 1] int64
     seq_start: Tensor  # [S] int64, position of the sequence's first row
     block_tables: Tensor  # [rows, max blocks] int32
+    max_query: int  # at least the rows of any sequence; known to the host
+    max_context: int  # at least any position + 1; known to the host
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,12 @@ class Ops(Protocol):
         """Empty pages; counts = (pages, slots, ordinals)."""
         ...
 
-    def plan_rows(self, slots: Tensor) -> RowPlan:
-        """Prepare the adapter work of rows with these slots [M]. Valid until a page changes."""
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
+        """Prepare the adapter work of rows with these slots [M]. Valid until a page changes.
+
+        depth: [slots] int32, most pages that any module has of the slot's adapter; None: no
+        adapters.
+        """
         ...
 
     def plan_attention(self, batch: TokenBatch, shapes: Sequence[AttentionShape]) -> AttentionPlan:
@@ -188,9 +194,17 @@ class Ops(Protocol):
         ...
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """r = round(x + residual); y = round(r / √(mean(r²) + eps) · weight): (y, r), [M, N]."""
+        """r = round(x + residual); y = round(r / √(mean(r²) + eps) · weight): (y, r), [M, N].
+
+        index: [L] int64, compute only these rows, in this order: (y, r), [L, N].
+        """
         ...
 
     def rope_write(

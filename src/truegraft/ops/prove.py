@@ -318,6 +318,8 @@ def _batch(parts: Sequence[tuple[int, int, int]], num_rows: int, tables: Tensor)
         seq_offset=offsets,
         seq_start=torch.tensor([start for _, start, _ in parts]),
         block_tables=tables,
+        max_query=max(count for *_, count in parts),
+        max_context=max(start + count for _, start, count in parts),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class ReferenceOps:
             torch.zeros(slots),
         )
 
-    def plan_rows(self, slots: Tensor) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
         return UnitPlan(slots.tolist(), self.tiles.lora)
 
     def embed(self, token_ids: Tensor, embedding: Embedding, rows: RowPlan) -> Tensor:
@@ -119,8 +120,14 @@ class ReferenceOps:
     # ------------------------------------------------------------------ row-wise
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        x, residual = chosen_rows(x, index), chosen_rows(residual, index)
         r = x if residual is None else self._round(x.float() + residual.float())
         return self._round(_rms_norm(r.float(), weight.float(), eps)), r
 
@@ -192,6 +199,14 @@ class ReferenceOps:
     def logprobs(self, logits: Tensor) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
         return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+
+@overload
+def chosen_rows(rows: Tensor, index: Tensor | None) -> Tensor: ...
+@overload
+def chosen_rows(rows: Tensor | None, index: Tensor | None) -> Tensor | None: ...
+def chosen_rows(rows: Tensor | None, index: Tensor | None) -> Tensor | None:
+    return rows if rows is None or index is None else rows.index_select(0, index)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -38,6 +38,8 @@ def build_batch(work: Sequence[RowWork], rows: Rows, multiple: int, block_size: 
         seq_offset=offsets,
         seq_start=starts,
         block_tables=rows.block_tables,
+        max_query=max(w.num_tokens for w in work),
+        max_context=max(w.start + w.num_tokens for w in work),
     )
 
 

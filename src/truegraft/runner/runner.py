@@ -101,14 +101,14 @@ class Runner:
         if plan is None:
             if len(self._row_plans) >= 4:  # the last few: backbone and head, decode and prefill
                 del self._row_plans[next(iter(self._row_plans))]
-            plan = self._row_plans[key] = self._ops.plan_rows(slots)
+            plan = self._row_plans[key] = self._ops.plan_rows(slots, self.table.depth if self.table else None)
         return plan
 
     def _logits(self, hidden: Hidden, index: Sequence[int]) -> Tensor:
         """Logits of chosen rows, padded to the row multiple: [L, V] float32."""
         chosen = pad_index(index, self._ops.row_multiple)
         rows = self._row_plan(hidden.batch.slots[chosen])
-        return self._decoder.logits(hidden.x[chosen], hidden.residual[chosen], rows)
+        return self._decoder.logits(hidden.x, hidden.residual, chosen, rows)
 
     def _sample(self, work: Sequence[RowWork], hidden: Hidden) -> list[RowResult]:
         """Sample the last rows of each work that samples, and note the tokens in their rows."""

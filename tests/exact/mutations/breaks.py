@@ -152,14 +152,16 @@ def reverse_the_ranks(patch: Patch) -> None:
     """lm_head adds an adapter's pages in descending order when several rows are sampled."""
     logits = Decoder.logits
 
-    def descending(self: Decoder, x: Tensor, residual: Tensor, rows: RowPlan) -> Tensor:
+    def descending(
+        self: Decoder, x: Tensor, residual: Tensor, index: Tensor, rows: RowPlan
+    ) -> Tensor:
         pages = self.lm_head.parts[0].pages
         assert pages is not None
         ascending = pages.page_of.clone()
         for slot, held in enumerate((ascending >= 0).sum(-1).tolist()):
-            if len(x) > 4 and pages.rank[slot] == held * PAGE_RANK:  # whole pages can change places
+            if len(index) > 4 and pages.rank[slot] == held * PAGE_RANK:  # whole pages can change places
                 pages.page_of[slot, :held] = ascending[slot, :held].flip(0)
-        values = logits(self, x, residual, rows)
+        values = logits(self, x, residual, index, rows)
         pages.page_of[:] = ascending
         return values
 

@@ -30,7 +30,7 @@ from truegraft.ops.interface import (
     RowPlan,
     TokenBatch,
 )
-from truegraft.ops.reference import ReferenceOps, Tiles
+from truegraft.ops.reference import ReferenceOps, Tiles, chosen_rows
 from truegraft.ops.reference_lora import UnitPlan
 
 LANES, MAX_DIM, MAX_GROUP = 16, 256, 64  # as in kernels.c
@@ -73,7 +73,7 @@ class CpuOps(ReferenceOps):
 
     # ------------------------------------------------------------------ ops
 
-    def plan_rows(self, slots: Tensor) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
         return SlotPlan(slots, self.tiles.lora)
 
     def linear(
@@ -99,8 +99,14 @@ class CpuOps(ReferenceOps):
         self._run("lora", len(x), x, y, a, b, *table, *sizes)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        x, residual = chosen_rows(x, index), chosen_rows(residual, index)
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         y, r = torch.empty_like(x), torch.empty_like(x)
         self._run("add_norm", len(x), x, residual, weight, y, r, x.shape[1], eps)

@@ -1,0 +1,1 @@
+"""The GPU back end: Triton kernels whose bits never follow the batch."""
