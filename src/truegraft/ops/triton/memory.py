@@ -1,4 +1,4 @@
-"""Where kernels' outputs and workspaces come from: one place, so that tests can poison and fence it.
+"""Where outputs and workspaces of kernels come from: one place, so that tests can fence it.
 
 No wrapper relies on what fresh memory holds, and none writes outside what it was given.
 """

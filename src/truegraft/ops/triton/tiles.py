@@ -1,0 +1,141 @@
+"""The tile table: how each linear is cut, by weight shape, dtype and number of rows.
+
+Rows, columns, warps, stages and triggers may follow the number of rows: they move no bit. What
+does is a function of K alone and is not a tile: `shrink_chunk`. Times are in `docs/log.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+DECODE_BLOCK = 16  # rows of a shrink unit while rows are few
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """One way to cut a linear.
+
+    swap: weights on the wide side of the tensor core (acc[columns, rows]). early: let the next
+    kernel in before the main loop; else after it, so that its programs do not pile up on the SMs
+    that this one leaves idle. group: adapter pages of one expand product; ahead: whether the
+    first group's B is fetched before the main loop; depth: buffered groups of the others.
+    fetch: bring the B of the other groups into L2 before the main loop. spin: the main loop starts
+    when x is ready, while the shrink still runs. programs: of the shrink, at most.
+    """
+
+    swap: bool
+    columns: int
+    rows: int
+    k: int
+    warps: int
+    stages: int
+    early: bool = False
+    group: int = 8
+    ahead: bool = True
+    depth: int = 1
+    fetch: bool = False
+    spin: bool = True
+    programs: int = 264  # two an SM
+
+
+def shrink_chunk(k: int) -> int:
+    """K columns that the shrink sums at once. Part of the numerics: a function of K alone."""
+    return 512 if k <= 8192 else 1024
+
+
+def shrink_rows(rows: int) -> int:
+    """Rows of one slot that a shrink unit takes together."""
+    return DECODE_BLOCK if rows <= 256 else 64
+
+
+def row_heights(rows: int) -> tuple[int, ...]:
+    """Heights of row tiles that linears use for this many rows."""
+    for height in (16, 32, 64):
+        if rows <= height:
+            return (height,)
+    return (128,) if rows <= 128 else (128, 256)
+
+
+_SWAP = LinearTile(True, 64, 16, 128, 4, 6, early=True)
+_NORMAL = LinearTile(False, 32, 16, 256, 4, 6, early=True)
+
+# (N, K) → bucket of rows → tile, for two-byte dtypes on the H200. A bucket: rows up to that, and
+# whether more than MANY adapter pages may be active.
+Bucket = tuple[int, bool]
+_TUNED: dict[tuple[int, int], dict[Bucket, LinearTile]] = {
+    (6144, 4096): {
+        (1, False): replace(_SWAP, group=1),
+        (16, False): replace(_SWAP, early=False),
+        (64, False): LinearTile(True, 64, 64, 128, 4, 4),
+        (64, True): LinearTile(True, 64, 64, 128, 4, 4, programs=528),
+    },
+    (4096, 4096): {
+        (1, False): replace(_SWAP, group=1),
+        (16, False): replace(_NORMAL, stages=5),
+        (64, False): LinearTile(False, 32, 64, 256, 4, 4, early=True),
+        (64, True): LinearTile(False, 32, 64, 256, 4, 4, ahead=False, depth=3, fetch=True),
+    },
+    (28672, 4096): {
+        (1, False): replace(_SWAP, stages=5, group=1),
+        (16, False): LinearTile(True, 128, 16, 128, 4, 4),
+        (64, False): LinearTile(True, 128, 64, 128, 8, 4),
+        (64, True): LinearTile(True, 128, 64, 128, 8, 4, fetch=True, programs=528),
+    },
+    (4096, 14336): {
+        (1, False): replace(_NORMAL, group=1, early=False),
+        (16, False): replace(_NORMAL, early=False),
+        (64, False): LinearTile(False, 32, 64, 256, 4, 4, programs=132),
+        (64, True): LinearTile(False, 32, 64, 256, 4, 4, ahead=False, depth=3, fetch=True),
+    },
+    (128256, 4096): {
+        (1, False): replace(_SWAP, stages=5, early=False, group=1),
+        (16, False): replace(_SWAP, stages=5, early=False),
+        (64, False): LinearTile(True, 128, 64, 128, 8, 4),
+    },
+}
+MANY = 8  # adapter pages
+
+_WIDE = LinearTile(True, 128, 256, 64, 8, 3, group=2, ahead=False, spin=False)
+_SQUARE = LinearTile(False, 128, 128, 64, 8, 3, group=2, ahead=False, spin=False)
+
+
+def linear_tile(n: int, k: int, dtype: torch.dtype, rows: int, many: bool = False) -> LinearTile:
+    """The tile of a linear [n, k] over this many rows.
+
+    many: more than MANY adapter pages may be active.
+    """
+    height = row_heights(rows)[0]
+    if dtype.itemsize == 4:
+        return LinearTile(False, 32, height, 32, 4, 3, group=1, ahead=False, spin=False)
+    if rows > 64:
+        return _prefill_tile(n, rows)
+    return _tuned_tile(n, k, rows, many) or _decode_tile(n, k, height)
+
+
+def _tuned_tile(n: int, k: int, rows: int, many: bool) -> LinearTile | None:
+    """What the table has for the smallest bucket of their height that holds the rows."""
+    table = _TUNED.get((n, k), {})
+    for bucket in sorted(table, key=lambda bucket: (bucket[0], bucket[1] != many)):
+        if rows <= bucket[0] and (bucket[1] <= many):
+            return table[bucket] if table[bucket].rows == row_heights(rows)[0] else None
+    return None
+
+
+def _decode_tile(n: int, k: int, height: int) -> LinearTile:
+    """Enough programs to keep the memory busy, in tiles as large as that allows."""
+    few = n // 64 < 96
+    tile = _NORMAL if few else _SWAP
+    if k < 1024:
+        tile = replace(tile, k=64 if k < 512 else 128, stages=4)
+    if height >= 64:
+        tile = replace(tile, stages=min(tile.stages, 4), early=False)
+    return replace(tile, rows=height)
+
+
+def _prefill_tile(n: int, rows: int) -> LinearTile:
+    """Large square tiles where they fill the chip."""
+    if rows > 128 and n // 128 * (rows // 256) >= 264:
+        return _WIDE
+    return _SQUARE
