@@ -87,7 +87,7 @@ PREFILL_ROWS = (128, 256, 1024, 4096)
 
 def prefill_shapes(count: int) -> list[LinearTile]:
     more: dict[str, Any] = dict(group=2, ahead=False, spin=False)
-    square = [
+    return [
         normal(128, 128, 64, 8, 3, **more),
         normal(128, 128, 64, 8, 4, **more),
         normal(128, 128, 128, 8, 3, **more),
@@ -97,9 +97,6 @@ def prefill_shapes(count: int) -> list[LinearTile]:
         normal(256, 128, 64, 8, 3, **more),
         normal(256, 128, 64, 8, 4, **more),
     ]
-    if count == 128:
-        return square
-    return [*square, swap(128, 256, 64, 8, 3, **more), swap(128, 256, 64, 8, 4, **more)]
 
 
 class Chain:

@@ -149,35 +149,33 @@ def test_other_rows_may_change(bench: Bench) -> None:
 
 def every_tile(rows: int, dtype: torch.dtype) -> list[LinearTile]:
     """Both orientations, widths, depths, groups and launches, in the table or not."""
-    small = dtype.itemsize == 2
-    heights = tiles.row_heights(rows)
-    found = []
-    for height in heights:
-        step = 64 if height > 128 else 128
-        plain = LinearTile(False, 32, height, step if small else 32, 4, 3, group=1, ahead=False)
+    height, small = tiles.row_height(rows), dtype.itemsize == 2
+    plain = LinearTile(False, 32, height, 128 if small else 32, 4, 3, group=1, ahead=False)
+    found = [
+        plain,
+        replace(plain, spin=False),
+        replace(plain, columns=64, group=2, depth=2),
+        replace(plain, k=64 if small else 16, early=True, ahead=True, group=2),
+    ]
+    if not small:
+        return found
+    wide = replace(plain, swap=True, columns=64, k=64, warps=8 if height > 64 else 4)
+    found += [
+        wide,
+        replace(wide, spin=False, early=True),
+        replace(wide, columns=128, warps=8),
+        replace(wide, group=4, depth=1),
+        replace(wide, group=4, depth=3, fetch=True),
+    ]
+    if height <= 64:
         found += [
-            plain,
-            replace(plain, spin=False),
-            replace(plain, columns=64, group=2, depth=2),
-            replace(plain, k=64 if small else 16, early=True, ahead=True, group=2),
+            replace(wide, group=8, ahead=True, fetch=True),
+            replace(wide, group=8, ahead=True, spin=False, early=True),
+            replace(plain, k=256, group=8, ahead=True, depth=3),
         ]
-        if small:
-            wide = replace(plain, swap=True, columns=64, k=64, warps=8 if height > 64 else 4)
-            found += [
-                wide,
-                replace(wide, spin=False, early=True),
-                replace(wide, columns=128, warps=8, stages=2 if height > 128 else 3),
-                replace(wide, group=4, depth=1),
-                replace(wide, group=4, depth=3),
-            ]
-            if height <= 64:
-                found += [
-                    replace(wide, group=8, ahead=True),
-                    replace(wide, group=8, ahead=True, spin=False, early=True),
-                    replace(plain, k=256, group=8, ahead=True, depth=3),
-                ]
-    table = [tile for by in tiles._TUNED.values() for tile in by.values()]
-    found += [tile for tile in table if small and tile.rows in heights]
+    tuned = [tile for by in tiles._TUNED.values() for tile in by.values()]
+    prefill = [tiles._WIDE, tiles._SQUARE, tiles._NARROW]
+    found += [tile for tile in [*tuned, *prefill] if tile.rows == height]
     return list(dict.fromkeys(found))
 
 

@@ -2,16 +2,24 @@
 
 The ops themselves say what they launch: they run on `meta` tensors, with a launcher that notes
 each specialisation. So the list can neither miss one nor hold one that nobody uses. Needs no GPU.
+
+    python -m truegraft.ops.triton.compile --workers 2 --json footprints.json
+    python -m truegraft.ops.triton.compile --workers 14 --warm      (fills Triton's cache only)
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +91,15 @@ def _offline(target: GPUTarget) -> Iterator[None]:
 
 
 def compile_launches(
-    run: Callable[[], None], target: GPUTarget = SM_90, chosen: Callable[[str], bool] | None = None
+    run: Callable[[], None],
+    target: GPUTarget = SM_90,
+    chosen: Callable[[str], bool] | None = None,
+    measure: bool = True,
 ) -> list[Compiled]:
     """Compile whatever `run` would launch, each specialisation once; nothing is executed.
 
     chosen: which of them (by their key, a string), so that several processes can share the work.
+    measure: read each one's footprint; without it the answer is empty, and Triton's cache is full.
     """
     found: dict[str, Compiled | None] = {}
 
@@ -100,39 +112,47 @@ def compile_launches(
         num_stages: int,
         dependent: bool,
     ) -> None:
-        options = dict(num_warps=num_warps, num_stages=num_stages, launch_pdl=dependent)
+        options = _options(num_warps, num_stages, dependent)
         key = _key(kernel, args, {**constants, **options})
         if key in found:
             return
         found[key] = None
         if chosen is None or chosen(key):
-            kernel_args = (*args,)
-            compiled = kernel.warmup(
-                *kernel_args, **constants, **options, enable_fp_fusion=False, grid=grid
-            )
-            found[key] = _footprint(kernel.__name__, {**constants, **options}, compiled)
+            try:
+                compiled = kernel.warmup(*args, **constants, **options, grid=grid)
+            except Exception as error:
+                error.add_note(f"while compiling {key}")
+                raise
+            if measure:
+                found[key] = _footprint({**constants, **options}, compiled)
 
+    assert not launch.INTERPRETED, "TRITON_INTERPRET is set: there is nothing to compile"
     with _offline(target), launch.replaced(launcher):
         run()
     return [compiled for compiled in found.values() if compiled is not None]
 
 
+def _options(num_warps: int, num_stages: int, dependent: bool) -> dict[str, Any]:
+    """The options of `launch`: they are part of the key under which Triton caches a kernel."""
+    return {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "launch_pdl": dependent,
+        "enable_fp_fusion": False,
+    }
+
+
 def _key(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
-    """What Triton specialises on, roughly: types, divisibility by 16, ones and constants."""
+    """What Triton specialises on: types, alignments, ones, constants and options, by its own word.
 
-    def describe(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"*{value.dtype}"
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f"i{value == 1:d}{value % 16 == 0:d}{value >= 2**31:d}"
-        if hasattr(value, "block_shape"):
-            return f"desc{value.base.dtype}{value.block_shape}"
-        return "None" if value is None else type(value).__name__
-
-    return " ".join([kernel.__name__, *map(describe, args), str(sorted(constants.items(), key=str))])
+    The device number only names a table of this process: the offline driver has one device.
+    """
+    bind = kernel.device_caches[0][-1]
+    _, specialization, options = bind(*args, **constants, debug=False)
+    return f"{kernel.__module__}.{kernel.__name__} {specialization} {options}"
 
 
-def _footprint(name: str, options: dict[str, Any], compiled: Any) -> Compiled:
+def _footprint(options: dict[str, Any], compiled: Any) -> Compiled:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -144,6 +164,82 @@ def _footprint(name: str, options: dict[str, Any], compiled: Any) -> Compiled:
     assert found, usage
     registers, stack, local = map(int, found.groups())
     shown = " ".join(f"{key}={value}" for key, value in options.items())
+    metadata = compiled.metadata  # its name tells kernels of one function apart: `repr=`
     return Compiled(
-        name, shown, registers, stack, local, compiled.metadata.shared, compiled.metadata.num_warps
+        metadata.name, shown, registers, stack, local, metadata.shared, metadata.num_warps
     )
+
+
+# ------------------------------------------------------------------ production, in parallel
+
+
+def compile_models(
+    names: Iterable[str], share: tuple[int, int] = (0, 1), measure: bool = True
+) -> list[Compiled]:
+    """Compile share (number, of) of the kernels that these models of `production.MODELS` need."""
+    from truegraft.ops.triton import production
+    from truegraft.ops.triton.ops import TritonOps
+
+    number, of = share
+    meta = torch.device("meta")
+
+    def run() -> None:
+        for name in names:
+            for model in production.each_ordinals(production.MODELS[name]):
+                production.drive(TritonOps(model.dtype, meta), model, meta)
+
+    return compile_launches(
+        run, chosen=lambda key: zlib.crc32(key.encode()) % of == number, measure=measure
+    )
+
+
+def compile_in_workers(names: Sequence[str], workers: int, measure: bool = True) -> list[Compiled]:
+    """`compile_models` by several processes. Raises CalledProcessError where one fails."""
+    module = [sys.executable, "-m", "truegraft.ops.triton.compile", "--models", ",".join(names)]
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(workers)]
+        commands = [
+            [*module, "--share", f"{number}/{workers}", "--json", str(file)]
+            + ([] if measure else ["--warm"])
+            for number, file in enumerate(files)
+        ]
+        jobs = [subprocess.Popen(command, env=env) for command in commands]
+        for job, command in zip(jobs, commands, strict=True):
+            if job.wait():
+                for other in jobs:
+                    other.kill()
+                raise subprocess.CalledProcessError(job.returncode, command)
+        return [Compiled(**item) for file in files for item in json.loads(file.read_text())]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line above; prints how many kernels there are, and each that does not fit."""
+    from truegraft.ops.triton import production
+
+    parser = argparse.ArgumentParser(prog="python -m truegraft.ops.triton.compile")
+    parser.add_argument("--models", default=",".join(production.MODELS), help="a,b,…; default: all")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--share", help="number/of: compile this share, in this process")
+    parser.add_argument("--warm", action="store_true", help="fill Triton's cache, measure nothing")
+    parser.add_argument("--json", type=Path, help="write footprints here")
+    args = parser.parse_args(argv)
+    names = args.models.split(",")
+    if unknown := set(names) - set(production.MODELS):
+        parser.error(f"no model {sorted(unknown)}; there are: {', '.join(production.MODELS)}")
+    if args.share:
+        number, of = map(int, args.share.split("/"))
+        found = compile_models(names, (number, of), not args.warm)
+    else:
+        found = compile_in_workers(names, args.workers, not args.warm)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(item) for item in found]))
+    if not args.share:
+        lines = [f"{len(found)} kernels" if found else "the kernel cache is warm"]
+        lines += [f"does not fit: {item}" for item in found if not item.fits]
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -64,7 +64,8 @@ def _product(
 ) -> None:
     """Launch the product into y; without `s` it is the base model's alone."""
     (m, k), n = x.shape, y.shape[1]
-    lists = None if s is None else rows.of_height(tile.rows)
+    entries, counts = (rows.entries, rows.counts) if s is not None else (None, None)
+    assert tile.rows == tiles.row_height(m)
     weight = layer.weight
     descriptor = TensorDescriptor(
         weight, [n, weight.shape[1]], [weight.stride(0), 1], [tile.columns, tile.k]
@@ -75,8 +76,7 @@ def _product(
         linear_kernel,
         (-(-n // tile.columns) * -(-m // tile.rows),),
         *(descriptor, x, layer.bias, y, rows.slots, s, ready, rows.epoch),
-        *(lists.entries if lists else None, lists.counts if lists else None),
-        *(lists.entries.shape[1] if lists else 0,),
+        *(entries, counts, 0 if entries is None else entries.shape[1]),
         *_part_tensors(layer.parts, s is not None),
         *(m, n, k, *ends),
         PARTS=len(layer.parts),

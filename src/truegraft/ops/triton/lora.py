@@ -24,6 +24,7 @@ MAX_PARTS = 3  # linears that share an input: q, k and v
 ITEM = 4  # fields of an item
 MAX_LINEARS = 1 << 14  # that one engine can have
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
+MAX_PARTIALS = 1 << 24  # float32 values: 64 MB
 ARRIVALS = 1 << 16  # units of a step whose K chunks may be computed apart
 
 
@@ -65,23 +66,13 @@ def capture_id(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class TileList:
-    """The adapter pages that each tile of `height` rows needs, in the order of their sum.
-
-    An entry is slot · ordinals + ordinal, the index of `LoraPages.page_of`; ascending.
-    """
-
-    height: int
-    entries: Tensor  # [tiles, most entries] int32
-    counts: Tensor  # [tiles] int32
-
-
-@dataclass(frozen=True)
 class AdapterRows(RowPlan):
     """The slots of some rows, and the adapter work that follows from them.
 
     An item is up to `block` rows of one slot, times one page ordinal: (slot, ordinal, first place
-    in `order`, rows). Without adapters (`ordinals` 0) only `slots` is set.
+    in `order`, rows). An entry is a page that a tile of `tiles.row_height` rows needs, as the index
+    slot · ordinals + ordinal of `LoraPages.page_of`; ascending, which is the order of the sum.
+    Without adapters (`ordinals` 0) there are neither.
     """
 
     slots: Tensor  # [M] int32, -1: base, -2: does not exist
@@ -93,12 +84,9 @@ class AdapterRows(RowPlan):
     order: Tensor | None = None  # [M] int32, rows by slot
     items: Tensor | None = None  # [most items, 4] int32
     num_items: Tensor | None = None  # [1] int32
-    tiles: tuple[TileList, ...] = ()
+    entries: Tensor | None = None  # [tiles, most entries] int32
+    counts: Tensor | None = None  # [tiles] int32, entries of each tile
     claimed: set[int] = field(default_factory=set)  # words of `Signals`
-
-    def of_height(self, height: int) -> TileList:
-        """The list for tiles of this many rows."""
-        return next(lists for lists in self.tiles if lists.height == height)
 
 
 def check_slots(slots: Tensor, num_slots: int) -> None:
@@ -126,40 +114,32 @@ def plan_rows(
         return memory.empty(*shape, dtype=torch.int32, device=device)
 
     checked, epoch = ints(rows), ints(1)
-    block = tiles.shrink_rows(rows)
-    heights = tiles.row_heights(rows)
-    counts = [-(-rows // height) for height in heights]
-    width = min(num_slots, max(heights)) * ordinals
+    block, height = tiles.shrink_rows(rows), tiles.row_height(rows)
+    num_tiles = -(-rows // height) if num_slots else 0
+    width = max(min(num_slots, height) * ordinals, 1)
     most_items = (min(num_slots, rows) + rows // block) * ordinals
     order, items, num_items = ints(rows), ints(max(most_items, 1), ITEM), ints(1)
-    lists = tuple(
-        TileList(height, ints(count, max(width, 1)), ints(count))
-        for height, count in zip(heights, counts, strict=True)
-    )
-    second = lists[1] if len(lists) > 1 else lists[0]
+    entries, counts = ints(max(num_tiles, 1), width), ints(max(num_tiles, 1))
     # NOTE: not `dependent`: an epoch begins when everything before has ended.
     launch(
         lora_plan,
-        (num_slots + sum(counts) + 1 if num_slots else 1,),
+        (num_slots + num_tiles + 1,),
         *(slots, checked, signals.epoch, epoch, depth if depth is not None else slots),
-        *(order, items, num_items),
-        *(lists[0].entries, lists[0].counts, second.entries, second.counts),
-        *(rows, num_slots, counts[0], max(width, 1)),
+        *(order, items, num_items, entries, counts, rows, num_slots, width),
         SLOTS=max(triton.next_power_of_2(num_slots), 16),
         ORDINALS=max(ordinals, 1),
         BLOCK=block,
-        FIRST=heights[0],
-        SECOND=heights[-1],
+        HEIGHT=height,
         num_warps=4,
         dependent=False,
     )
     if depth is None:
         return AdapterRows(checked, epoch, 0, block, capture, many)
-    work = (order, items, num_items, lists)
+    work = (order, items, num_items, entries, counts)
     return AdapterRows(checked, epoch, ordinals, block, capture, many, *work)
 
 
-@triton.jit(do_not_specialize=["rows", "num_slots", "num_first", "width"])
+@triton.jit(do_not_specialize=["rows", "num_slots", "width"])
 def lora_plan(
     slots,
     checked,
@@ -169,19 +149,15 @@ def lora_plan(
     order,
     items,
     num_items,
-    entries_1,
-    counts_1,
-    entries_2,
-    counts_2,
+    entries,
+    counts,
     rows,
     num_slots,
-    num_first,
     width,
     SLOTS: tl.constexpr,
     ORDINALS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    HEIGHT: tl.constexpr,
 ):
     """A program lists one slot's items, one tile's entries, or (the last) checks all slots."""
     wait_for_inputs()
@@ -200,15 +176,10 @@ def lora_plan(
             slot = tl.load(slots + here, mask=here < rows, other=-1)
             slot = tl.where((slot < -1) | (slot >= num_slots), -2, slot)
             tl.store(checked + here, slot, mask=here < rows)
-    elif program - num_slots < num_first:
+    else:
         tile = program - num_slots
         _list_entries(
-            tile, slots, depth, entries_1, counts_1, rows, num_slots, width, SLOTS, ORDINALS, FIRST
-        )
-    else:
-        tile = program - num_slots - num_first
-        _list_entries(
-            tile, slots, depth, entries_2, counts_2, rows, num_slots, width, SLOTS, ORDINALS, SECOND
+            tile, slots, depth, entries, counts, rows, num_slots, width, SLOTS, ORDINALS, HEIGHT
         )
 
 
@@ -318,10 +289,10 @@ def shrink(
     chunk = tiles.shrink_chunk(k)
     splits = -(-k // chunk)
     most = len(rows.items) * len(parts)
-    apart = rows.block == tiles.DECODE_BLOCK and most <= ARRIVALS
+    size = most * splits * PAGE_RANK * rows.block
+    apart = most <= ARRIVALS and size <= MAX_PARTIALS
     s = memory.empty(m, len(parts) * rows.ordinals * PAGE_RANK, dtype=x.dtype, device=x.device)
-    size = most * splits * PAGE_RANK * rows.block if apart else 1
-    partials = memory.empty(size, dtype=torch.float32, device=x.device)
+    partials = memory.empty(size if apart else 1, dtype=torch.float32, device=x.device)
     units = most * (splits if apart else 1)
     launch(
         lora_shrink,

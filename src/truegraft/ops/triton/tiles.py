@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-DECODE_BLOCK = 16  # rows of a shrink unit while rows are few
-
 
 @dataclass(frozen=True)
 class LinearTile:
@@ -47,47 +45,45 @@ def shrink_chunk(k: int) -> int:
 
 def shrink_rows(rows: int) -> int:
     """Rows of one slot that a shrink unit takes together."""
-    return DECODE_BLOCK if rows <= 256 else 64
+    return 16 if rows <= 256 else 64
 
 
-def row_heights(rows: int) -> tuple[int, ...]:
-    """Heights of row tiles that linears use for this many rows."""
-    for height in (16, 32, 64):
-        if rows <= height:
-            return (height,)
-    return (128,) if rows <= 128 else (128, 256)
+def row_height(rows: int) -> int:
+    """Rows of a tile, the same for all linears over this many rows."""
+    return next((height for height in (16, 32, 64) if rows <= height), 128)
 
 
 _SWAP = LinearTile(True, 64, 16, 128, 4, 6, early=True)
 _NORMAL = LinearTile(False, 32, 16, 256, 4, 6, early=True)
+_FETCH = LinearTile(False, 32, 64, 128, 4, 5, ahead=False, depth=3, fetch=True, programs=132)
 
 # (N, K) → bucket of rows → tile, for two-byte dtypes on the H200. A bucket: rows up to that, and
 # whether more than MANY adapter pages may be active.
 Bucket = tuple[int, bool]
 _TUNED: dict[tuple[int, int], dict[Bucket, LinearTile]] = {
     (6144, 4096): {
-        (1, False): replace(_SWAP, group=1),
+        (1, False): replace(_SWAP, stages=5, group=1),
         (16, False): replace(_SWAP, early=False),
-        (64, False): LinearTile(True, 64, 64, 128, 4, 4),
-        (64, True): LinearTile(True, 64, 64, 128, 4, 4, programs=528),
+        (64, False): LinearTile(True, 64, 64, 128, 4, 5),
+        (64, True): LinearTile(True, 64, 64, 128, 4, 4, depth=3, programs=528),
     },
     (4096, 4096): {
         (1, False): replace(_SWAP, group=1),
         (16, False): replace(_NORMAL, stages=5),
-        (64, False): LinearTile(False, 32, 64, 256, 4, 4, early=True),
-        (64, True): LinearTile(False, 32, 64, 256, 4, 4, ahead=False, depth=3, fetch=True),
+        (64, False): LinearTile(False, 32, 64, 128, 4, 6, early=True, programs=132),
+        (64, True): replace(_FETCH, early=True, programs=528),
     },
     (28672, 4096): {
         (1, False): replace(_SWAP, stages=5, group=1),
         (16, False): LinearTile(True, 128, 16, 128, 4, 4),
-        (64, False): LinearTile(True, 128, 64, 128, 8, 4),
-        (64, True): LinearTile(True, 128, 64, 128, 8, 4, fetch=True, programs=528),
+        (64, False): LinearTile(True, 128, 64, 128, 8, 4, fetch=True, programs=132),
+        (64, True): LinearTile(True, 128, 64, 128, 8, 4, depth=3),
     },
     (4096, 14336): {
         (1, False): replace(_NORMAL, group=1, early=False),
-        (16, False): replace(_NORMAL, early=False),
-        (64, False): LinearTile(False, 32, 64, 256, 4, 4, programs=132),
-        (64, True): LinearTile(False, 32, 64, 256, 4, 4, ahead=False, depth=3, fetch=True),
+        (16, False): replace(_NORMAL, programs=132),
+        (64, False): LinearTile(False, 32, 64, 256, 4, 4, group=4, programs=132),
+        (64, True): _FETCH,
     },
     (128256, 4096): {
         (1, False): replace(_SWAP, stages=5, early=False, group=1),
@@ -97,8 +93,10 @@ _TUNED: dict[tuple[int, int], dict[Bucket, LinearTile]] = {
 }
 MANY = 8  # adapter pages
 
-_WIDE = LinearTile(True, 128, 256, 64, 8, 3, group=2, ahead=False, spin=False)
-_SQUARE = LinearTile(False, 128, 128, 64, 8, 3, group=2, ahead=False, spin=False)
+# Prefill: 256 columns where that fills the chip, else 128 with one stage more.
+_WIDE = LinearTile(False, 256, 128, 64, 8, 3, group=2, ahead=False, spin=False)
+_SQUARE = LinearTile(False, 128, 128, 64, 8, 4, group=2, ahead=False, spin=False)
+_NARROW = LinearTile(False, 64, 128, 128, 8, 4, group=2, ahead=False, spin=False)
 
 
 def linear_tile(n: int, k: int, dtype: torch.dtype, rows: int, many: bool = False) -> LinearTile:
@@ -106,7 +104,7 @@ def linear_tile(n: int, k: int, dtype: torch.dtype, rows: int, many: bool = Fals
 
     many: more than MANY adapter pages may be active.
     """
-    height = row_heights(rows)[0]
+    height = row_height(rows)
     if dtype.itemsize == 4:
         return LinearTile(False, 32, height, 32, 4, 3, group=1, ahead=False, spin=False)
     if rows > 64:
@@ -119,7 +117,7 @@ def _tuned_tile(n: int, k: int, rows: int, many: bool) -> LinearTile | None:
     table = _TUNED.get((n, k), {})
     for bucket in sorted(table, key=lambda bucket: (bucket[0], bucket[1] != many)):
         if rows <= bucket[0] and (bucket[1] <= many):
-            return table[bucket] if table[bucket].rows == row_heights(rows)[0] else None
+            return table[bucket] if table[bucket].rows == row_height(rows) else None
     return None
 
 
@@ -135,7 +133,10 @@ def _decode_tile(n: int, k: int, height: int) -> LinearTile:
 
 
 def _prefill_tile(n: int, rows: int) -> LinearTile:
-    """Large square tiles where they fill the chip."""
-    if rows > 128 and n // 128 * (rows // 256) >= 264:
-        return _WIDE
-    return _SQUARE
+    """The widest tile that leaves no SM without a program."""
+    row_tiles = -(-rows // 128)
+    for tile in (_WIDE, _SQUARE):
+        programs = -(-n // tile.columns) * row_tiles
+        if programs >= 112 and not 132 < programs < 224:  # a second wave should be a full one
+            return tile
+    return _NARROW
