@@ -33,9 +33,9 @@ def graph_time(run: Callable[[], Any], calls: int, repeats: int = REPEATS) -> fl
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (_event() for _ in range(2))
         start.record()
         graph.replay()
         end.record()
@@ -45,14 +45,26 @@ def graph_time(run: Callable[[], Any], calls: int, repeats: int = REPEATS) -> fl
     return statistics.median(times[2:]) / calls * 1e3
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def copies(size: int, least: int = 4, most: int = 64) -> int:
     """How many sets of `size` bytes a graph rotates over."""
     return max(least, min(most, int(-(-ROTATED // size))))
 
 
-def serial(*args: Any) -> None:
+def serial(
+    kernel: Any,
+    grid: launch.Grid,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    dependent: bool,
+) -> None:
     """A launcher without programmatic dependence, for `launch.replaced`."""
-    launch._run(*args[:-1], False)
+    launch._run(kernel, grid, args, constants, num_warps, num_stages, False)
 
 
 def floor(size: float, flops: float = 0.0) -> float:
@@ -99,7 +111,9 @@ def record(name: str, section: str, rows: Sequence[Row]) -> dict[str, Any]:
     file = folder / f"{name}-h200.json"
     committed = RESULTS / file.name
     source = file if file.exists() else committed
-    held = json.loads(source.read_text()) if source.exists() else {"benchmark": name}
+    held: dict[str, Any] = {"benchmark": name}
+    if source.exists():
+        held = json.loads(source.read_text())
     held.setdefault("sections", {})[section] = {
         "commit": commit(),
         "device": torch.cuda.get_device_name(),
@@ -108,4 +122,4 @@ def record(name: str, section: str, rows: Sequence[Row]) -> dict[str, Any]:
         "rows": list(rows),
     }
     file.write_text(json.dumps(held, indent=1) + "\n")
-    return dict(held)
+    return held

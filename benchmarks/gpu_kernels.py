@@ -13,8 +13,9 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,10 @@ ATTENTION_CASES: tuple[tuple[str, tuple[tuple[int, int], ...], float], ...] = (
 def randn(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
     """Values of the wanted scale, made without a float32 copy of the whole."""
     return torch.randn(shape, device=GPU, dtype=dtype) * std
+
+
+def _each(run: Callable[[Any], Any], inputs: Iterable[Any]) -> list[Any]:
+    return [run(x) for x in inputs]
 
 
 # ------------------------------------------------------------------ linears
@@ -254,10 +259,11 @@ def _layer_row(
         for i, name in enumerate(LAYER)
     )
     if m not in bases:
+        base = chain.slots(m, 0)
         with launch.replaced(serial):
-            plain = chain.layer_time(xs, slots, with_adapters=False)
-        bases[m] = plain, chain.layer_time(xs, slots, with_adapters=False)
-    base, dependent = bases[m]
+            plain = chain.layer_time(xs, base, with_adapters=False)
+        bases[m] = plain, chain.layer_time(xs, base, with_adapters=False)
+    alone, dependent = bases[m]
     ours = chain.layer_time(xs, slots, with_adapters=True)
     width = sum(k * len(sizes) + sum(sizes) for sizes, k in (SIZES[name] for name in LAYER))
     weights = sum(sum(sizes) * k for sizes, k in (SIZES[name] for name in LAYER))
@@ -266,10 +272,10 @@ def _layer_row(
         "adapters": adapters,
         "rank": chain.rank,
         "floor": floor(2 * (weights + adapters * chain.rank * width)),
-        "base": base,
+        "base": alone,
         "base dependent": dependent,
         "ours": ours,
-        "overhead %": 100 * (ours / base - 1),
+        "overhead %": 100 * (ours / alone - 1),
         "wanted": wanted,
         "of wanted": ours / wanted,
         "plan": chain.plan_time(slots, with_adapters=True),
@@ -410,7 +416,7 @@ def rowwise() -> list[Row]:
     for m in (1, 64, 4096):
         for name, size, run in _rowwise_cases(ops, m):
             used = copies(size, least=8)
-            took = graph_time(lambda run=run, used=used: [run(i) for i in range(used)], used)
+            took = graph_time(partial(_each, run, range(used)), used)
             rows.append({"op": name, "M": m, "floor": floor(size), "ours": took})
     table("row-wise, µs", rows)
     return rows
@@ -481,16 +487,16 @@ def sampling_section() -> list[Row]:
             raise SystemExit("argmax is wrong")
         check("logprobs", sampling.logprobs(logits[0]), logits[0].double().log_softmax(-1), 1e-6)
         cases: list[tuple[str, int, Callable[[Tensor], Any]]] = [
-            ("argmax", size, lambda x, batch=greedy: sampling.sample(x, batch)),
+            ("argmax", size, partial(sampling.sample, batch=greedy)),
             ("torch argmax", size, lambda x: x.max(-1)),
             ("logprobs", 2 * size, sampling.logprobs),
             ("torch log_softmax", 2 * size, lambda x: x.log_softmax(-1)),
         ]
         for name, row in kinds.items():
             batch = pack([replace(row, seed=i) for i in range(count)], VOCABULARY, GPU)
-            cases.append((name, size, lambda x, batch=batch: sampling.sample(x, batch)))
+            cases.append((name, size, partial(sampling.sample, batch=batch)))
         for name, moved, run in cases:
-            took = graph_time(lambda run=run, logits=logits: [run(x) for x in logits], used)
+            took = graph_time(partial(_each, run, logits), used)
             rows.append({"op": name, "L": count, "floor": floor(moved), "ours": took})
         del logits
     table("sampling, µs", rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,17 @@ if not _interpreted():
         "tests/kernels needs Triton's interpreter, but Triton was imported before without it; "
         "run the lane as `scripts/test kernels`, or name tests/kernels on pytest's command line."
     )
+
+
+_ALLOWED = (
+    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",
+    "ignore:.*encountered in:RuntimeWarning",  # lanes that a mask hides
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings stay errors, but for those that the interpreter makes of NumPy's scalars and NaN."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.filterwarnings(*_ALLOWED))

@@ -20,7 +20,7 @@ from truegraft.ops.triton import launch, memory
 CPU = torch.device("cpu")
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy(x, y, count, shift, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     launch.release_dependents()
     launch.wait_for_inputs()

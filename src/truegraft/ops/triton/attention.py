@@ -21,6 +21,7 @@ from truegraft.ops.triton import memory
 from truegraft.ops.triton.attention_plan import (
     FIELDS,
     FOLD_FIELDS,
+    RESIDENT,
     TileList,
     TritonAttentionPlan,
     plan_attention,
@@ -99,29 +100,34 @@ def _tiles_of(part: Tensor, padded: int) -> TensorDescriptor:
 def _cut(height: int, padded: int, dtype: torch.dtype) -> tuple[int, int]:
     """(warps, stages), so that no value spills and two programs fit an SM. They move no bit."""
     size = padded * dtype.itemsize
-    warps = 8 if height * size > 64 * 256 else 4
-    return warps, 5 if size <= 256 else 3
+    return 8 if size > 256 and height > 16 else 4, 5 if size <= 256 else 3
 
 
 def _fold(shape: AttentionShape, tiles: TileList, out: Tensor) -> None:
     padded = triton.next_power_of_2(shape.head_dim)
+    programs = min(len(out) * shape.num_heads, FOLD_PROGRAMS)
     launch(
         fold_kernel,
-        (min(len(out) * shape.num_heads, FOLD_PROGRAMS),),
+        (programs,),
         *(tiles.sums, tiles.stats, tiles.folds, tiles.counts, out, tiles.held),
         KV_HEADS=shape.num_kv_heads,
         GROUP=shape.group,
         DIM=shape.head_dim,
         PADDED=padded,
-        ROUND=_round(tiles.max_splits),
+        ROUND=_round(tiles.max_splits, programs),
         FIELD=FOLD_FIELDS,
         num_warps=max(padded // 32, 1),
     )
 
 
-def _round(max_splits: int) -> int:
-    """Splits whose sums are loaded together, before the first is used. It moves no bit."""
-    return 4 if max_splits <= 4 else 8 if max_splits <= 16 else 32
+def _round(max_splits: int, programs: int) -> int:
+    """Splits whose sums are loaded together, before the first is used. It moves no bit.
+
+    Many hide the latency of a few long rows, but their registers leave room for few programs.
+    """
+    if max_splits <= 16:
+        return 4 if max_splits <= 4 else 8
+    return 32 if programs <= RESIDENT else 16
 
 
 @triton.jit
@@ -173,6 +179,25 @@ def _weights(top, new_top):
 
 
 @triton.jit
+def _places(
+    row,
+    head,
+    lanes,
+    size,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Where a tile's rows of one kv head are in [M, H, D], and which there are."""
+    columns = tl.arange(0, PADDED)
+    token = lanes // GROUP
+    heads = token * (KV_HEADS * GROUP) + head * GROUP + lanes % GROUP
+    place = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + (heads[:, None] * DIM + columns[None, :])
+    return place, (token < size)[:, None] & (columns < DIM)[None, :]
+
+
+@triton.jit
 def _nothing_seen(HEIGHT: tl.constexpr, PADDED: tl.constexpr):
     """(maximum, sum of weights, accumulator) of no keys."""
     top = tl.full([HEIGHT], float("-inf"), tl.float32)
@@ -198,7 +223,7 @@ def _store_part(
     columns = tl.arange(0, PADDED)
     tl.store(stats + part * 2, top, mask=present)
     tl.store(stats + part * 2 + 1, total, mask=present)
-    place = sums + part.to(tl.int64)[:, None] * DIM + columns[None, :]
+    place = sums + part[:, None] * DIM + columns[None, :]
     tl.store(place, acc, mask=present[:, None] & (columns < DIM)[None, :])
 
 
@@ -241,7 +266,6 @@ def attend_kernel(
     wait_for_inputs()
     EACH: tl.constexpr = WIDTH // TILE
     lanes = tl.arange(0, HEIGHT)
-    columns = tl.arange(0, PADDED)
     token = lanes // GROUP
     for unit in range(tl.program_id(0), tl.load(counts) * KV_HEADS, tl.num_programs(0)):
         head = unit % KV_HEADS
@@ -252,7 +276,6 @@ def attend_kernel(
         start = tl.load(item + 3)
         begin = tl.load(item + 4)
         end = tl.load(item + 5)
-        slot = tl.load(item + 6)
         direct = tl.load(item + 7)
 
         present = token < size
@@ -266,12 +289,7 @@ def attend_kernel(
             seen_from = tl.maximum(last - WINDOW + TILE, 0) // TILE
         seen_to = (start + 1) // TILE
 
-        heads = head * GROUP + lanes % GROUP
-        place = (token * (KV_HEADS * GROUP) + heads)[:, None] * DIM + columns[None, :]
-        valid = present[:, None]
-        if PADDED > DIM:
-            valid = valid & (columns < DIM)[None, :]
-        place = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + place
+        place, valid = _places(row, head, lanes, size, KV_HEADS, GROUP, DIM, PADDED)
         queries = tl.load(q + place, mask=valid, other=0.0)
 
         top, total, acc = _nothing_seen(HEIGHT, PADDED)
@@ -294,7 +312,7 @@ def attend_kernel(
                         all_top, all_total, all_acc, top, total, acc
                     )
                 elif CUT:
-                    part = ((slot + split) * KV_HEADS + head) * held + lanes
+                    part = ((tl.load(item + 6) + split) * KV_HEADS + head) * held + lanes
                     _store_part(sums, stats, part, top, total, acc, present, DIM, PADDED)
         else:
             for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
@@ -311,11 +329,16 @@ def attend_kernel(
                             all_top, all_total, all_acc, top, total, acc
                         )
                     elif CUT:
-                        part = ((slot + tile // EACH) * KV_HEADS + head) * held + lanes
+                        part = ((tl.load(item + 6) + tile // EACH) * KV_HEADS + head) * held + lanes
                         _store_part(sums, stats, part, top, total, acc, present, DIM, PADDED)
                     top, total, acc = _nothing_seen(HEIGHT, PADDED)
-        result = _quotient(all_acc, all_total[:, None])
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=valid & (direct == 1))
+        if direct == 1:
+            # NOTE: read again, lest places be kept in registers through the loop, which has none.
+            size = tl.load(item + 1, volatile=True)
+            lanes_again = lanes + (size - (last - start + 1))
+            place, valid = _places(row, head, lanes_again, size, KV_HEADS, GROUP, DIM, PADDED)
+            result = _quotient(all_acc, all_total[:, None])
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["held"])
@@ -356,11 +379,12 @@ def fold_kernel(
             for step in tl.static_range(ROUND):
                 index = first + (begin + step) * (KV_HEADS * held)
                 exists = begin + step < count
-                tops = tops + (_stat(stats + index * 2, exists, float("-inf")),)
-                totals = totals + (_stat(stats + index * 2 + 1, exists, 0.0),)
-                place = sums + index.to(tl.int64) * DIM + columns
+                tops = _append(tops, _stat(stats + index * 2, exists, float("-inf")))
+                totals = _append(totals, _stat(stats + index * 2 + 1, exists, 0.0))
+                place = sums + index * DIM + columns
                 mask = exists & (columns < DIM)
-                parts = parts + (tl.load(place, mask=mask, other=0.0, cache_modifier=".cg"),)
+                part = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+                parts = _append(parts, part)
             for step in tl.static_range(ROUND):
                 new_top = tl.maximum(top, tops[step])
                 keep = _weights(top, new_top)
@@ -376,3 +400,8 @@ def fold_kernel(
 @triton.jit
 def _stat(place, exists, other: tl.constexpr):
     return tl.load(place, mask=exists, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def _append(values, value):
+    return values + (value,)  # noqa: RUF005 (Triton has no starred expressions)

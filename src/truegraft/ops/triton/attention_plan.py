@@ -104,7 +104,7 @@ def _kinds(batch: TokenBatch, shape: AttentionShape) -> tuple[_Kind, ...]:
 
 
 def _height(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def _plan_list(batch: TokenBatch, shape: AttentionShape, kind: _Kind) -> TileList:

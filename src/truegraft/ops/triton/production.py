@@ -33,6 +33,7 @@ ROWS = (1, 8, 16, 17, 32, 64, 65, 128, 256, 1024, 4096)
 LOGITS_ROWS = (1, 8, 64, 256)
 CONTEXTS = (256, 4096, 32768)  # one split of attention, some, many
 VERIFY_ROWS = 5  # of a sequence whose drafts are verified
+MAX_SEQUENCES = 512
 NUM_SLOTS = 32
 BLOCK = 64  # tokens of a KV block
 
@@ -242,7 +243,7 @@ class _Step:
             ops.silu_mul(self._values(count, 2 * inner))
 
     def _attention(self, count: int) -> None:
-        """Rows as decode (one a sequence), as verify, and as one long sequence."""
+        """Rows as decode (one a sequence), as verify, and as a few or one long sequence."""
         for shape in sorted(self._model.shapes.attention, key=repr):
             size = (8, shape.num_kv_heads, BLOCK, shape.head_dim)
             cache = KVCache(self._values(*size), self._values(*size))
@@ -257,10 +258,11 @@ class _Step:
                 self._ops.attention(q, shape, cache, plan)
 
     def _batches(self, count: int) -> Iterator[TokenBatch]:
-        for longest in (1, VERIFY_ROWS, count):
+        for longest in (1, VERIFY_ROWS, count // 4, count):
+            sequences = -(-count // max(longest, 1))
             for context in CONTEXTS:
-                if longest <= min(count, context):
-                    yield self._batch(count, -(-count // longest), longest, context)
+                if 0 < longest <= min(count, context) and sequences <= MAX_SEQUENCES:
+                    yield self._batch(count, sequences, longest, context)
 
     def _batch(self, count: int, sequences: int, longest: int, context: int) -> TokenBatch:
         return TokenBatch(
