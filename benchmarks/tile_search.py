@@ -335,7 +335,8 @@ def search_prefill(chain: Chain, deadline: float) -> None:
         for base, adapted, tile in sorted(found, key=lambda item: item[0])[:4]:
             print(
                 f"    {base:.1f} us {reference / base:.3f}x,"
-                f" LoRA {100 * (adapted / base - 1):+.1f}% {tile.swap:d} {tile.columns}x{tile.rows}x{tile.k} {tile.warps}w s{tile.stages}",
+                f" LoRA {100 * (adapted / base - 1):+.1f}% {'swap' if tile.swap else 'normal'}",
+                f"{tile.columns}x{tile.rows}x{tile.k} {tile.warps}w s{tile.stages}",
                 flush=True,
             )
 

@@ -77,7 +77,12 @@ def make_linear(
 
 
 def _pages(
-    ranks: Sequence[int], ordinals: int, k: int, n: int, randn: Callable[..., Tensor], device: torch.device
+    ranks: Sequence[int],
+    ordinals: int,
+    k: int,
+    n: int,
+    randn: Callable[..., Tensor],
+    device: torch.device,
 ) -> LoraPages:
     counts = [-(-rank // PAGE_RANK) for rank in ranks]
     total = sum(counts) + 2

@@ -61,7 +61,9 @@ class Decoder:
         self.layers = [build.layer(index) for index in range(arch.num_layers)]
         self._final_norm = weights["model.norm.weight"]
         self.lm_head = build.lm_head()
-        self._cos, self._sin = cos_sin_table(arch.rope, arch.head_dim, max_len)
+        device = self._final_norm.device
+        cos, sin = cos_sin_table(arch.rope, arch.head_dim, max_len)
+        self._cos, self._sin = cos.to(device), sin.to(device)
 
     @property
     def shapes(self) -> list[AttentionShape]:

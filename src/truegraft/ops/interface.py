@@ -170,11 +170,11 @@ class Ops(Protocol):
         """Empty pages; counts = (pages, slots, ordinals)."""
         ...
 
-    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None, pages: int = 0) -> RowPlan:
         """Prepare the adapter work of rows with these slots [M]. Valid until a page changes.
 
         depth: [slots] int32, most pages that any module has of the slot's adapter; None: no
-        adapters.
+        adapters. pages: about how many the rows' adapters have in all; it may move time, no bit.
         """
         ...
 

@@ -71,7 +71,7 @@ class ReferenceOps:
             torch.zeros(slots),
         )
 
-    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None, pages: int = 0) -> RowPlan:
         return UnitPlan(slots.tolist(), self.tiles.lora)
 
     def embed(self, token_ids: Tensor, embedding: Embedding, rows: RowPlan) -> Tensor:

@@ -101,8 +101,15 @@ class Runner:
         if plan is None:
             if len(self._row_plans) >= 4:  # the last few: backbone and head, decode and prefill
                 del self._row_plans[next(iter(self._row_plans))]
-            plan = self._row_plans[key] = self._ops.plan_rows(slots, self.table.depth if self.table else None)
+            plan = self._row_plans[key] = self._plan_rows(slots, key)
         return plan
+
+    def _plan_rows(self, slots: Tensor, key: tuple[int, ...]) -> RowPlan:
+        if self.table is None:
+            return self._ops.plan_rows(slots)
+        depth = self.table.depth
+        pages = sum(int(depth[slot]) for slot in set(key) if slot >= 0)
+        return self._ops.plan_rows(slots, depth, pages)
 
     def _logits(self, hidden: Hidden, index: Sequence[int]) -> Tensor:
         """Logits of chosen rows, padded to the row multiple: [L, V] float32."""

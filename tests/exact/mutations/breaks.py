@@ -159,7 +159,9 @@ def reverse_the_ranks(patch: Patch) -> None:
         assert pages is not None
         ascending = pages.page_of.clone()
         for slot, held in enumerate((ascending >= 0).sum(-1).tolist()):
-            if len(index) > 4 and pages.rank[slot] == held * PAGE_RANK:  # whole pages can change places
+            if (
+                len(index) > 4 and pages.rank[slot] == held * PAGE_RANK
+            ):  # whole pages can change places
                 pages.page_of[slot, :held] = ascending[slot, :held].flip(0)
         values = logits(self, x, residual, index, rows)
         pages.page_of[:] = ascending

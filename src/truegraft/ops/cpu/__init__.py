@@ -73,7 +73,7 @@ class CpuOps(ReferenceOps):
 
     # ------------------------------------------------------------------ ops
 
-    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None, pages: int = 0) -> RowPlan:
         return SlotPlan(slots, self.tiles.lora)
 
     def linear(

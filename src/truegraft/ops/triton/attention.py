@@ -100,7 +100,11 @@ def _tiles_of(part: Tensor, padded: int) -> TensorDescriptor:
 def _cut(height: int, padded: int, dtype: torch.dtype) -> tuple[int, int]:
     """(warps, stages), so that no value spills and two programs fit an SM. They move no bit."""
     size = padded * dtype.itemsize
-    return 8 if size > 256 and height > 16 else 4, 5 if size <= 256 else 3
+    if dtype == torch.float32:
+        return 8, 2
+    if size > 256:
+        return 8 if height > 16 else 4, 3
+    return 4, 5
 
 
 def _fold(shape: AttentionShape, tiles: TileList, out: Tensor) -> None:
@@ -131,6 +135,20 @@ def _round(max_splits: int, programs: int) -> int:
 
 
 @triton.jit
+def _dot(a, b, acc):
+    """acc + a b, the inner dimension ascending. In float32 it is halved: registers hold 16 of it."""
+    if a.dtype == tl.float32 and a.shape[1] > 16:
+        HALF: tl.constexpr = a.shape[1] // 2
+        left = tl.permute(tl.reshape(a, [a.shape[0], 2, HALF]), [0, 2, 1])
+        right = tl.permute(tl.reshape(b, [2, HALF, b.shape[1]]), [1, 2, 0])
+        left_low, left_high = tl.split(left)
+        right_low, right_high = tl.split(right)
+        return _dot(left_high, right_high, _dot(left_low, right_low, acc))
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def _add_tile(
     top,
     total,
@@ -151,7 +169,7 @@ def _add_tile(
 
     Tiles from `seen_from` and before `seen_to` are seen by every row of the query tile in full.
     """
-    scores = tl.dot(q, keys.T, input_precision="ieee")
+    scores = _dot(q, keys.T, tl.zeros([q.shape[0], TILE], tl.float32))
     if (tile < seen_from) | (tile >= seen_to):
         place = tile * TILE + tl.arange(0, TILE)
         seen = place[None, :] <= position[:, None]
@@ -168,7 +186,7 @@ def _add_tile(
     # follows the height of the tile. The bits of w + 1 count units of 2⁻²³ above those of 1.
     units = tl.sum((weights + 1.0).to(tl.int32, bitcast=True), 1) - ONES
     total = tl.fma(total, keep, units.to(tl.float32) * 1.1920928955078125e-07)
-    acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
+    acc = _dot(weights.to(values.dtype), values, acc * keep[:, None])
     return new_top, total, acc
 
 
@@ -179,22 +197,34 @@ def _weights(top, new_top):
 
 
 @triton.jit
+def _lanes(item, HEIGHT: tl.constexpr):
+    """0, 1, … HEIGHT - 1, as if it followed from the item.
+
+    Else the compiler computes all places ahead of all loops and keeps them, and registers run out.
+    """
+    zero = tl.load(item, volatile=True) - tl.load(item, volatile=True)
+    return tl.arange(0, HEIGHT) + zero
+
+
+@triton.jit
 def _places(
-    row,
+    item,
     head,
-    lanes,
-    size,
+    HEIGHT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """Where a tile's rows of one kv head are in [M, H, D], and which there are."""
+    lanes = _lanes(item, HEIGHT)
     columns = tl.arange(0, PADDED)
     token = lanes // GROUP
     heads = token * (KV_HEADS * GROUP) + head * GROUP + lanes % GROUP
-    place = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + (heads[:, None] * DIM + columns[None, :])
-    return place, (token < size)[:, None] & (columns < DIM)[None, :]
+    first = tl.load(item, volatile=True).to(tl.int64) * (KV_HEADS * GROUP * DIM)
+    present = token < tl.load(item + 1, volatile=True)
+    place = first + (heads[:, None] * DIM + columns[None, :])
+    return place, present[:, None] & (columns < DIM)[None, :]
 
 
 @triton.jit
@@ -206,7 +236,10 @@ def _nothing_seen(HEIGHT: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _merge(all_top, all_total, all_acc, top, total, acc):
-    """Fold a split into the state of those before it. `fold_kernel` has the same formula."""
+    """Fold a split into the state of those before it. `fold_kernel` has the same formula.
+
+    Folded into nothing, a split stays what it is.
+    """
     new_top = tl.maximum(all_top, top)
     keep = _weights(all_top, new_top)
     add = _weights(top, new_top)
@@ -216,14 +249,14 @@ def _merge(all_top, all_total, all_acc, top, total, acc):
 
 
 @triton.jit
-def _store_part(
-    sums, stats, part, top, total, acc, present, DIM: tl.constexpr, PADDED: tl.constexpr
-):
-    """Write a split's state to rows `part` [HEIGHT] of the workspace."""
-    columns = tl.arange(0, PADDED)
-    tl.store(stats + part * 2, top, mask=present)
-    tl.store(stats + part * 2 + 1, total, mask=present)
-    place = sums + part[:, None] * DIM + columns[None, :]
+def _store_part(sums, stats, part, top, total, acc, item, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Write a split's state to the rows of the workspace from `part` on."""
+    lanes = _lanes(item, acc.shape[0])
+    columns = tl.arange(0, acc.shape[1])
+    present = lanes < tl.load(item + 1, volatile=True) * GROUP
+    tl.store(stats + (part + lanes) * 2, top, mask=present)
+    tl.store(stats + (part + lanes) * 2 + 1, total, mask=present)
+    place = sums + part * DIM + (lanes[:, None] * DIM + columns[None, :])
     tl.store(place, acc, mask=present[:, None] & (columns < DIM)[None, :])
 
 
@@ -265,12 +298,9 @@ def attend_kernel(
     release_dependents()
     wait_for_inputs()
     EACH: tl.constexpr = WIDTH // TILE
-    lanes = tl.arange(0, HEIGHT)
-    token = lanes // GROUP
     for unit in range(tl.program_id(0), tl.load(counts) * KV_HEADS, tl.num_programs(0)):
         head = unit % KV_HEADS
         item = items + unit // KV_HEADS * FIELD
-        row = tl.load(item)
         size = tl.load(item + 1)
         table = tables + tl.load(item + 2).to(tl.int64) * table_stride
         start = tl.load(item + 3)
@@ -278,8 +308,8 @@ def attend_kernel(
         end = tl.load(item + 5)
         direct = tl.load(item + 7)
 
-        present = token < size
-        position = tl.where(present, start + token, -1)
+        # NOTE: of rows that there are not, too: they see what they will, and nobody sees them.
+        position = start + _lanes(item, HEIGHT) // GROUP
         last = start + size - 1
         from_tile = begin * EACH
         to_tile = tl.minimum(end * EACH, last // TILE + 1)
@@ -289,7 +319,7 @@ def attend_kernel(
             seen_from = tl.maximum(last - WINDOW + TILE, 0) // TILE
         seen_to = (start + 1) // TILE
 
-        place, valid = _places(row, head, lanes, size, KV_HEADS, GROUP, DIM, PADDED)
+        place, valid = _places(item, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
         queries = tl.load(q + place, mask=valid, other=0.0)
 
         top, total, acc = _nothing_seen(HEIGHT, PADDED)
@@ -307,13 +337,11 @@ def attend_kernel(
                         *(top, total, acc, queries, keys, values, tile, position),
                         *(seen_from, seen_to, SCALE, WINDOW, TILE, ONES),
                     )
-                if direct == 1:
-                    all_top, all_total, all_acc = _merge(
-                        all_top, all_total, all_acc, top, total, acc
-                    )
-                elif CUT:
-                    part = ((tl.load(item + 6) + split) * KV_HEADS + head) * held + lanes
-                    _store_part(sums, stats, part, top, total, acc, present, DIM, PADDED)
+                all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
+                if CUT and direct == 0:
+                    part = ((tl.load(item + 6) + split) * KV_HEADS + head) * held
+                    _store_part(sums, stats, part, all_top, all_total, all_acc, item, GROUP, DIM)
+                    all_top, all_total, all_acc = _nothing_seen(HEIGHT, PADDED)
         else:
             for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
                 block = (tl.load(table + tile) * KV_HEADS + head) * TILE
@@ -324,19 +352,18 @@ def attend_kernel(
                     *(seen_from, seen_to, SCALE, WINDOW, TILE, ONES),
                 )
                 if (tile % EACH == EACH - 1) | (tile == to_tile - 1):
-                    if direct == 1:
-                        all_top, all_total, all_acc = _merge(
-                            all_top, all_total, all_acc, top, total, acc
+                    all_top, all_total, all_acc = _merge(
+                        all_top, all_total, all_acc, top, total, acc
+                    )
+                    if CUT and direct == 0:
+                        part = ((tl.load(item + 6) + tile // EACH) * KV_HEADS + head) * held
+                        _store_part(
+                            sums, stats, part, all_top, all_total, all_acc, item, GROUP, DIM
                         )
-                    elif CUT:
-                        part = ((tl.load(item + 6) + tile // EACH) * KV_HEADS + head) * held + lanes
-                        _store_part(sums, stats, part, top, total, acc, present, DIM, PADDED)
+                        all_top, all_total, all_acc = _nothing_seen(HEIGHT, PADDED)
                     top, total, acc = _nothing_seen(HEIGHT, PADDED)
         if direct == 1:
-            # NOTE: read again, lest places be kept in registers through the loop, which has none.
-            size = tl.load(item + 1, volatile=True)
-            lanes_again = lanes + (size - (last - start + 1))
-            place, valid = _places(row, head, lanes_again, size, KV_HEADS, GROUP, DIM, PADDED)
+            place, valid = _places(item, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
             result = _quotient(all_acc, all_total[:, None])
             tl.store(out + place, result.to(out.dtype.element_ty), mask=valid)
 

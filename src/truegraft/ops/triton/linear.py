@@ -170,7 +170,7 @@ def _expand(acc, b, s, SWAP: tl.constexpr):
         return tl.dot(s, b.T, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["M", "width"], repr=_name)
+@triton.jit(do_not_specialize=["M", "width"], do_not_specialize_on_alignment=["ready"], repr=_name)
 def linear_kernel(
     weight,
     x,

@@ -382,7 +382,7 @@ def _prefetch(
         prefetch(place, CHUNK // 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ready"])
 def lora_shrink(
     x,
     s,

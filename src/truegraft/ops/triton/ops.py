@@ -24,7 +24,7 @@ from truegraft.ops.interface import (
     SamplingRow,
     TokenBatch,
 )
-from truegraft.ops.triton import attention, embedding, linear, lora, rowwise, sampling
+from truegraft.ops.triton import attention, embedding, linear, lora, rowwise, sampling, tiles
 from truegraft.ops.triton.sampling_rows import pack
 
 
@@ -63,13 +63,13 @@ class TritonOps:
             numbers(slots, fill=0.0, dtype=torch.float32),
         )
 
-    def plan_rows(self, slots: Tensor, depth: Tensor | None = None) -> RowPlan:
+    def plan_rows(self, slots: Tensor, depth: Tensor | None = None, pages: int = 0) -> RowPlan:
         if slots.device.type == "cpu":
             lora.check_slots(slots, 0 if depth is None else len(depth))
             slots = slots.to(self.device)
         depth = depth.to(self.device) if depth is not None and self._ordinals else None
         ordinals = self._ordinals if depth is not None else 0
-        return lora.plan_rows(slots, depth, ordinals, self._signals)
+        return lora.plan_rows(slots, depth, ordinals, self._signals, pages > tiles.MANY)
 
     def embed(self, token_ids: Tensor, embedding_: Embedding, rows: RowPlan) -> Tensor:
         assert isinstance(rows, lora.AdapterRows)

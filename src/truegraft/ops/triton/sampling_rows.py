@@ -42,7 +42,9 @@ class SamplingBatch:
     sample_index: Tensor  # [L] int32
     position: Tensor  # [L] int32
     tokens: Tensor  # [T] int64, all histories, prompt before output
-    history_start: Tensor  # [L] int64, place in tokens (row r of a [rows, max_len] buffer: r·max_len)
+    history_start: (
+        Tensor  # [L] int64, place in tokens (row r of a [rows, max_len] buffer: r·max_len)
+    )
     num_prompt: Tensor  # [L] int32
     num_history: Tensor  # [L] int32, prompt and output
     bias_indptr: Tensor  # [L + 1] int32

@@ -127,8 +127,8 @@ def _decode_tile(n: int, k: int, height: int) -> LinearTile:
     tile = _NORMAL if few else _SWAP
     if k < 1024:
         tile = replace(tile, k=64 if k < 512 else 128, stages=4)
-    if height >= 64:
-        tile = replace(tile, stages=min(tile.stages, 4), early=False)
+    if height > 16:
+        tile = replace(tile, stages=min(tile.stages, 4), early=False, group=4)
     return replace(tile, rows=height)
 
 
