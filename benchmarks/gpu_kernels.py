@@ -324,6 +324,7 @@ def attention_batch(cases: Sequence[tuple[int, int]]) -> TokenBatch:
         block_tables=tables.to(GPU),
         max_query=int(counts.max()),
         max_context=max(context for _, context in cases),
+        total_context=sum(context for _, context in cases),
     )
 
 

@@ -111,6 +111,7 @@ class TokenBatch:
     block_tables: Tensor  # [rows, max blocks] int32
     max_query: int  # at least the rows of any sequence; known to the host
     max_context: int  # at least any position + 1; known to the host
+    total_context: int = 0  # about the sum of sequences' contexts, if known; moves time, no bit
 
 
 @dataclass(frozen=True)

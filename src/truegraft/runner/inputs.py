@@ -40,6 +40,7 @@ def build_batch(work: Sequence[RowWork], rows: Rows, multiple: int, block_size: 
         block_tables=rows.block_tables,
         max_query=max(w.num_tokens for w in work),
         max_context=max(w.start + w.num_tokens for w in work),
+        total_context=sum(w.start + w.num_tokens for w in work),
     )
 
 

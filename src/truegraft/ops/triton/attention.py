@@ -65,7 +65,7 @@ def _attend(
     out: Tensor,
 ) -> None:
     padded = triton.next_power_of_2(shape.head_dim)
-    warps, stages = _cut(tiles.height, padded, q.dtype)
+    warps, stages, nested = _cut(tiles, padded, q.dtype)
     launch(
         attend_kernel,
         (tiles.programs,),
@@ -80,7 +80,7 @@ def _attend(
         SCALE=math.log2(math.e) / math.sqrt(shape.head_dim),
         WINDOW=shape.window or 0,
         CUT=tiles.sums is not None,
-        NESTED=tiles.height > 32,
+        NESTED=nested,
         TILE=BLOCK,
         WIDTH=SPLIT,
         ONES=_ONES,
@@ -97,14 +97,20 @@ def _tiles_of(part: Tensor, padded: int) -> TensorDescriptor:
     return TensorDescriptor(part, [part.numel() // dim, dim], [dim, 1], [BLOCK, padded])
 
 
-def _cut(height: int, padded: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(warps, stages), so that no value spills and two programs fit an SM. They move no bit."""
-    size = padded * dtype.itemsize
+def _cut(tiles: TileList, padded: int, dtype: torch.dtype) -> tuple[int, int, bool]:
+    """(warps, stages, loop over splits and then tiles). They move no bit.
+
+    So that no value spills and, but for heads of 256, two programs fit an SM. The nested loop is
+    the faster one where products are large; the flat one keeps loads in flight between splits.
+    """
     if dtype == torch.float32:
-        return 8, 2
-    if size > 256:
-        return 8 if height > 16 else 4, 3
-    return 4, 5
+        return 8, 2, True
+    if padded > 128:
+        return 8 if tiles.height > 16 else 4, 3, False
+    if tiles.height > 32:
+        warps = 4 if tiles.height == 64 else 8
+        return warps, 4 if tiles.sums is not None else 5, tiles.sums is None
+    return 4, 5, False
 
 
 def _fold(shape: AttentionShape, tiles: TileList, out: Tensor) -> None:
@@ -136,7 +142,7 @@ def _round(max_splits: int, programs: int) -> int:
 
 @triton.jit
 def _dot(a, b, acc):
-    """acc + a b, the inner dimension ascending. In float32 it is halved: registers hold 16 of it."""
+    """acc + a b, the inner dimension ascending; in float32 16 at a time, for want of registers."""
     if a.dtype == tl.float32 and a.shape[1] > 16:
         HALF: tl.constexpr = a.shape[1] // 2
         left = tl.permute(tl.reshape(a, [a.shape[0], 2, HALF]), [0, 2, 1])

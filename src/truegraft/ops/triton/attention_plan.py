@@ -167,13 +167,21 @@ def _slots(
     batch: TokenBatch, shape: AttentionShape, kind: _Kind, max_splits: int, held: int
 ) -> int:
     """Splits whose partial sums there is memory for; 0: no tile is cut."""
-    if max_splits == 1:
+    if max_splits == 1 or (kind.even and _alike(batch, shape)):
         return 0
     least = (len(batch.token_ids) - len(batch.seq_row) * kind.above) // kind.tokens
     if not kind.even and least * shape.num_kv_heads >= BUSY:
         return 0
     one = shape.num_kv_heads * held * (shape.head_dim + 2) * _FLOAT
     return min(kind.tiles * max_splits, WORKSPACE // one)
+
+
+def _alike(batch: TokenBatch, shape: AttentionShape) -> bool:
+    """Whether sequences of about equal length keep the chip busy: then there is nothing to fold."""
+    sequences = len(batch.seq_row)
+    if sequences * shape.num_kv_heads < BUSY:
+        return False
+    return 2 * batch.max_context * sequences <= 3 * batch.total_context
 
 
 @triton.jit

@@ -117,20 +117,37 @@ def _name(spec: tl.constexpr) -> str:
     return "linear_lora" if spec.constants["ORDINALS"] else "linear_base"
 
 
+_AWAIT = tl.constexpr(
+    """{
+    .reg .pred %other, %early;
+    .reg .u32 %thread;
+    .reg .s32 %seen;
+    mov.u32 %thread, %tid.x;
+    setp.ne.u32 %other, %thread, 0;
+    @%other bra DONE;
+    AGAIN:
+    ld.acquire.gpu.global.s32 %seen, [$1];
+    sub.s32 %seen, %seen, $2;
+    setp.lt.s32 %early, %seen, 0;
+    @%early bra AGAIN;
+    DONE:
+    mov.u32 $0, 0;
+    }"""
+)
+
+
 @triton.jit
-def _ready(word):
-    """Read a word that another running kernel sets, and see what it wrote before."""
+def _await(word, epoch):
+    """Spin until a running kernel has set the word to this epoch, and see what it saw.
+
+    One thread looks, so that a chip full of programs does not crowd the word; the barrier tells
+    the others.
+    """
     if _ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.u32 $0, [$1];",
-            "=r,l",
-            [word],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+        tl.inline_asm_elementwise(
+            _AWAIT, "=r,l,r", [word, epoch], dtype=tl.int32, is_pure=False, pack=1
         )
-    else:
-        return tl.load(word)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -248,10 +265,7 @@ def linear_kernel(
             if count > skipped:
                 prefetch(b + tl.where(fetched >= 0, place, 0), COLUMNS * 4)
         if ready is not None:
-            now = tl.load(epoch)
-            while _ready(ready) - now < 0:
-                pass
-            tl.debug_barrier()
+            _await(ready, tl.load(epoch))
         # Without `ready` this program starts when the shrink has seen that x is complete.
     else:
         wait_for_inputs()

@@ -416,6 +416,7 @@ def lora_shrink(
     """Units of (item, part, K chunk), or of (item, part) with all chunks in turn."""
     if ready is not None:
         release_dependents()
+        now = tl.load(epoch)
     units = tl.load(num_items) * PARTS
     if APART:
         units *= SPLITS
@@ -440,7 +441,7 @@ def lora_shrink(
         release_dependents()  # they may read x at once: what wrote it has ended
     else:
         if tl.program_id(0) == 0:
-            tl.atomic_xchg(ready, tl.load(epoch), sem="release", scope="gpu")
+            tl.atomic_xchg(ready, now, sem="release", scope="gpu")
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), num_stages=1):
         if APART:
             split = unit % SPLITS

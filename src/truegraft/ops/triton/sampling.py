@@ -8,6 +8,8 @@ requests: `sampling_rows` says what a row asks for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,8 @@ GROUP = 64  # tokens whose maximum bounds the filters' thresholds
 CANDIDATES = 8192  # tokens that the filters look at, where these are enough
 SEARCH_BLOCK = 4096  # values in a thread block's registers at once
 HISTORY_BLOCK = 1024
+
+Sizes = dict[str, Any]  # of a launch
 
 _NEVER = tl.constexpr(-(2**63))  # below the image of any token
 _LAST_ID = tl.constexpr(2**31 - 1)
@@ -87,7 +91,7 @@ def _penalise(logits: Tensor, out: Tensor, batch: SamplingBatch) -> None:
     asked = (batch.repetition, batch.frequency, batch.presence)
     history = (batch.tokens, batch.history_start, batch.num_prompt, batch.num_history)
     grid = (rows, -(-size // HISTORY_BLOCK))
-    sizes = {"WIDTH": width, "BLOCK": HISTORY_BLOCK, "num_warps": 8}
+    sizes: Sizes = {"WIDTH": width, "BLOCK": HISTORY_BLOCK, "num_warps": 8}
     launch(mark_kernel, grid, *asked, *history, leader, counts, size, **sizes)
     launch(count_kernel, grid, *asked, *history, leader, counts, size, **sizes)
     masks = (batch.mask_row, batch.masks)
@@ -302,7 +306,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     _check(logits, batch)
     if not batch.has_draws:
         return _best(logits, None, None)
-    return _best(logits, batch, _cuts(logits, batch) if batch.has_filters else None)
+    return _best(logits, batch, thresholds(logits, batch) if batch.has_filters else None)
 
 
 def _best(logits: Tensor, batch: SamplingBatch | None, cuts: Tensor | None) -> Tensor:
@@ -472,7 +476,7 @@ def _log_of(f, k):
 # ------------------------------------------------------------------ filters
 
 
-def _cuts(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def thresholds(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The least z that min-p, top-k and top-p keep: [L] float32 (nothing for unfiltered rows).
 
     Half of all groups of 64 tokens have their maximum above the median of these maxima. So few
@@ -489,7 +493,8 @@ def _cuts(logits: Tensor, batch: SamplingBatch) -> Tensor:
     total = memory.empty(rows, dtype=torch.int64, device=device)
     cuts = memory.empty(rows, dtype=torch.float32, device=device)
     asked = (batch.temperature, batch.top_k, batch.top_p, batch.log_min_p)
-    grid, sizes = (rows * chunks,), {"WIDTH": width, "BLOCK": CHUNK, "num_warps": 4}
+    grid = (rows * chunks,)
+    sizes: Sizes = {"WIDTH": width, "BLOCK": CHUNK, "num_warps": 4}
     launch(group_kernel, grid, logits, *asked, maxima, GROUP=GROUP, **sizes)
     launch(
         bound_kernel,
@@ -502,7 +507,7 @@ def _cuts(logits: Tensor, batch: SamplingBatch) -> Tensor:
     )
     found = (bounds, gathered, count, total, rows)
     launch(gather_kernel, grid, logits, *asked, *found, CAPACITY=CANDIDATES, **sizes)
-    search = {"WIDTH": width, "CAPACITY": CANDIDATES, "BLOCK": SEARCH_BLOCK, "num_warps": 16}
+    search: Sizes = {"WIDTH": width, "CAPACITY": CANDIDATES, "BLOCK": SEARCH_BLOCK, "num_warps": 16}
     launch(cut_kernel, (rows,), logits, *asked, *found, cuts, **search)
     return cuts
 
@@ -565,7 +570,8 @@ def bound_kernel(
         place = maxima + row * GROUPS
         largest = tl.load(place + group, mask=group < GROUPS, other=float("-inf"))
         top = tl.div_rn(tl.max(largest, 0), heat)
-        cut = top + tl.load(log_min_p + row)
+        cut = tl.load(log_min_p + row)
+        cut = tl.where(cut > float("-inf"), top + cut, cut)  # also where top is infinite
         low = tl.full((), float("-inf"), tl.float32)
         base = _search(place, GROUPS, heat, low, top, ABOVE, False, BLOCK)
         tl.store(bounds + row, top)
@@ -770,7 +776,8 @@ def logprobs(logits: Tensor) -> Tensor:
     chunks, device = _chunks(logits), logits.device
     parts = memory.empty(2, rows, chunks, dtype=torch.float32, device=device)
     out = memory.empty(rows, width, dtype=torch.float32, device=device)
-    grid, sizes = (rows * chunks,), {"WIDTH": width, "BLOCK": CHUNK, "num_warps": 4}
+    grid = (rows * chunks,)
+    sizes: Sizes = {"WIDTH": width, "BLOCK": CHUNK, "num_warps": 4}
     launch(exp_sum_kernel, grid, logits, parts, rows, **sizes)
     launch(logprobs_kernel, grid, logits, parts, out, rows, **sizes)
     return out

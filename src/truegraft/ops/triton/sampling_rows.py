@@ -171,7 +171,7 @@ def _masks(rows: Sequence[SamplingRow | None], vocab_size: int) -> dict[str, Arr
 
 def _ids(tokens: Iterable[int], vocab_size: int) -> Array:
     ids = np.fromiter(tokens, dtype=np.int32)
-    assert not len(ids) or (0 <= ids.min() and ids.max() < vocab_size)
+    assert not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size)
     return ids
 
 

@@ -70,7 +70,7 @@ _TUNED: dict[tuple[int, int], dict[Bucket, LinearTile]] = {
     (4096, 4096): {
         (1, False): replace(_SWAP, group=1),
         (16, False): replace(_NORMAL, stages=5),
-        (64, False): LinearTile(False, 32, 64, 128, 4, 6, early=True, programs=132),
+        (64, False): LinearTile(False, 32, 64, 256, 4, 4, early=True, programs=132),
         (64, True): replace(_FETCH, early=True, programs=528),
     },
     (28672, 4096): {
