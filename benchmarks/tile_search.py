@@ -16,11 +16,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu import graph_time, serial
 from torch import Tensor
 
 from truegraft.ops.interface import Linear, LinearPart, LoraPages
@@ -65,7 +67,7 @@ def shapes(name: str, height: int) -> list[LinearTile]:
     }[name]
 
 
-JOINS = [
+JOINS: list[dict[str, Any]] = [
     dict(group=group, ahead=ahead, depth=depth, fetch=fetch)
     for group, ahead, depth, fetch in (
         (1, True, 1, False),
@@ -136,9 +138,8 @@ class Chain:
 
     def plan(self, slots: Tensor, adapters: int | None) -> lora.AdapterRows:
         depth = None if adapters is None else self.depth
-        many = (adapters or 0) > 8
         ordinals = 0 if adapters is None else 1
-        return lora.plan_rows(slots, depth, ordinals, self.signals, many)
+        return lora.plan_rows(slots, depth, ordinals, self.signals, adapters or 0)
 
     def run(self, xs: Mapping[str, Tensor], slots: Tensor, adapters: int | None) -> None:
         rows = self.plan(slots, adapters)
@@ -153,46 +154,30 @@ class Chain:
 def use(choice: Choice) -> None:
     """Make `tiles.linear_tile` answer with these."""
     by_shape = {(sum(sizes), k): choice[name] for name, (sizes, k) in SIZES.items()}
-    tiles.linear_tile = lambda n, k, dtype, rows, many=False: by_shape[n, k]
+    setattr(tiles, "linear_tile", lambda n, k, *_: by_shape[n, k])  # noqa: B010
 
 
-def graph_time(run: Callable[[], None], repeats: int = 9) -> float:
-    """Median µs a layer of a captured chain."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2] / LAYERS * 1e3
-
-
-def serial(*args: Any) -> None:
-    launch._run(*args[:-1], False)
+def layer_time(run: Callable[[], None], repeats: int = 9) -> float:
+    """Median µs a layer."""
+    return graph_time(run, LAYERS, repeats)
 
 
 # (rows, adapters of each timing, rank pages an adapter)
 CASES: list[tuple[int, tuple[int, ...]]] = [(1, (1,)), (8, (1, 8)), (64, (0, 1, 8)), (64, (32,))]
 
 
-def starts(count: int, many: bool) -> Choice:
+def starts(count: int, load: tiles.Load) -> Choice:
     return {
-        name: _TABLE(sum(sizes), k, torch.bfloat16, count, many)
+        name: _TABLE(sum(sizes), k, torch.bfloat16, count, load)
         for name, (sizes, k) in SIZES.items()
     }
 
 
 def options(name: str, tile: LinearTile) -> list[LinearTile]:
     """Changes of one tile: its shape, its trigger, how adapters join, how many shrink programs."""
-    joined = dict(group=tile.group, ahead=tile.ahead, depth=tile.depth, fetch=tile.fetch)
+    joined: dict[str, Any] = dict(
+        group=tile.group, ahead=tile.ahead, depth=tile.depth, fetch=tile.fetch
+    )
     of_shape = [
         replace(shape, early=early, programs=tile.programs, **joined)
         for shape in shapes(name, tile.rows)
@@ -209,7 +194,7 @@ def every_choice() -> list[tuple[int, Choice]]:
     """All tiles that the search may time."""
     found = []
     for count in (8, 64):
-        start = starts(count, False)
+        start = starts(count, "few")
         for name in SIZES:
             for shape in shapes(name, start[name].rows):
                 for early, join in product((True, False), JOINS):
@@ -256,16 +241,16 @@ def warm(number: int, of: int) -> None:
 
 def search(chain: Chain, log: Any, deadline: float) -> None:
     for count, adapter_counts in CASES:
-        many = max(adapter_counts) > 8
+        load: tiles.Load = "many" if max(adapter_counts) > tiles.MANY else "few"
         xs = chain.inputs(count)
         slots = {adapters: chain.slots(count, adapters) for adapters in (0, *adapter_counts)}
-        start = starts(count, many)
+        start = starts(count, load)
 
         def time_of(
             choice: Choice, adapters: int | None, xs: Any = xs, slots: Any = slots
         ) -> float:
             use(choice)
-            return graph_time(lambda: chain.run(xs, slots[adapters or 0], adapters), 7)
+            return layer_time(lambda: chain.run(xs, slots[adapters or 0], adapters), 7)
 
         with launch.replaced(serial):
             plain = min(time_of(start, None) for _ in range(3))
@@ -319,18 +304,18 @@ def search_prefill(chain: Chain, deadline: float) -> None:
             for one in held:
                 linear(x, one, rows, chain.signals)
 
-        found = []
+        found: list[tuple[float, float, LinearTile]] = []
         for tile in prefill_shapes(count):
             if time.time() > deadline:
                 return
             use({other: tile for other in SIZES})
             try:
-                times = [graph_time(lambda a=a: ours(a), 5) for a in (None, 8)]
+                base, adapted = (layer_time(partial(ours, a), 5) for a in (None, 8))
             except Exception as error:
                 print("no", name, tile, str(error)[:80])
                 continue
-            found.append((*times, tile))
-        reference, scale = graph_time(blas, 5), 2 * count * n * k / 1e6
+            found.append((base, adapted, tile))
+        reference, scale = layer_time(blas, 5), 2 * count * n * k / 1e6
         print(f"{name} {count} rows: cuBLAS {reference:.1f} us {scale / reference:.0f} TFLOP/s")
         for base, adapted, tile in sorted(found, key=lambda item: item[0])[:4]:
             print(

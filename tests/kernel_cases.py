@@ -56,7 +56,7 @@ def make_linear(
     bias: bool = False,
     seed: int = 0,
 ) -> LinearCase:
-    """Part p has no adapter in slots where (slot + p) % 5 == 4: no adapter need have every module."""
+    """Part p has no adapter in slots where (slot + p) % 5 == 4: none need have every module."""
     random = torch.Generator(device=device).manual_seed(seed)
 
     def randn(*shape: int, std: float) -> Tensor:

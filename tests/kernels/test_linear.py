@@ -235,6 +235,7 @@ def test_the_table_has_a_tile_for_everything() -> None:
     for n, k in [*tiles._TUNED, (192, 192), (50, 64), (151936, 896)]:
         for dtype in (torch.bfloat16, FP16, FP32):
             for rows in (1, 2, 16, 17, 33, 64, 65, 129, 5000):
-                for many in (False, True):
-                    tile = tiles.linear_tile(n, k, dtype, rows, many)
+                loads: tuple[tiles.Load, ...] = ("none", "few", "many")
+                for load in loads:
+                    tile = tiles.linear_tile(n, k, dtype, rows, load)
                     assert tile.rows == tiles.row_height(rows)

@@ -206,6 +206,7 @@ def chosen_rows(rows: Tensor, index: Tensor | None) -> Tensor: ...
 @overload
 def chosen_rows(rows: Tensor | None, index: Tensor | None) -> Tensor | None: ...
 def chosen_rows(rows: Tensor | None, index: Tensor | None) -> Tensor | None:
+    """The rows `index`, or all where it is None."""
     return rows if rows is None or index is None else rows.index_select(0, index)
 
 

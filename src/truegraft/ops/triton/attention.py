@@ -26,10 +26,11 @@ from truegraft.ops.triton.attention_plan import (
     TritonAttentionPlan,
     plan_attention,
 )
-from truegraft.ops.triton.launch import launch, release_dependents, wait_for_inputs
+from truegraft.ops.triton.launch import INTERPRETED, launch, release_dependents, wait_for_inputs
 
 __all__ = ["TritonAttentionPlan", "attention", "plan_attention"]
 
+_ASSEMBLY = tl.constexpr(not INTERPRETED)
 BLOCK = 64  # keys of a tile and of a cache block. Part of the numerics, as SPLIT is
 FOLD_PROGRAMS = 2112  # launched at most
 _ONES = (BLOCK * 0x3F800000 + 2**31) % 2**32 - 2**31  # a tile's sum of the bits of 1.0, wrapped
@@ -203,18 +204,29 @@ def _weights(top, new_top):
 
 
 @triton.jit
-def _lanes(item, HEIGHT: tl.constexpr):
-    """0, 1, … HEIGHT - 1, as if it followed from the item.
+def _again(number):
+    """The same number, as if it had just been computed.
 
     Else the compiler computes all places ahead of all loops and keeps them, and registers run out.
     """
-    zero = tl.load(item, volatile=True) - tl.load(item, volatile=True)
-    return tl.arange(0, HEIGHT) + zero
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return number
+
+
+@triton.jit
+def _lanes(zero, HEIGHT: tl.constexpr):
+    """0, 1, … HEIGHT - 1."""
+    return tl.arange(0, HEIGHT) + _again(zero)
 
 
 @triton.jit
 def _places(
-    item,
+    row,
+    size,
     head,
     HEIGHT: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -223,12 +235,12 @@ def _places(
     PADDED: tl.constexpr,
 ):
     """Where a tile's rows of one kv head are in [M, H, D], and which there are."""
-    lanes = _lanes(item, HEIGHT)
+    lanes = _lanes(row - row, HEIGHT)
     columns = tl.arange(0, PADDED)
     token = lanes // GROUP
     heads = token * (KV_HEADS * GROUP) + head * GROUP + lanes % GROUP
-    first = tl.load(item, volatile=True).to(tl.int64) * (KV_HEADS * GROUP * DIM)
-    present = token < tl.load(item + 1, volatile=True)
+    first = _again(row).to(tl.int64) * (KV_HEADS * GROUP * DIM)
+    present = token < _again(size)
     place = first + (heads[:, None] * DIM + columns[None, :])
     return place, present[:, None] & (columns < DIM)[None, :]
 
@@ -255,11 +267,11 @@ def _merge(all_top, all_total, all_acc, top, total, acc):
 
 
 @triton.jit
-def _store_part(sums, stats, part, top, total, acc, item, GROUP: tl.constexpr, DIM: tl.constexpr):
+def _store_part(sums, stats, part, top, total, acc, size, GROUP: tl.constexpr, DIM: tl.constexpr):
     """Write a split's state to the rows of the workspace from `part` on."""
-    lanes = _lanes(item, acc.shape[0])
+    lanes = _lanes(size - size, acc.shape[0])
     columns = tl.arange(0, acc.shape[1])
-    present = lanes < tl.load(item + 1, volatile=True) * GROUP
+    present = lanes < _again(size) * GROUP
     tl.store(stats + (part + lanes) * 2, top, mask=present)
     tl.store(stats + (part + lanes) * 2 + 1, total, mask=present)
     place = sums + part * DIM + (lanes[:, None] * DIM + columns[None, :])
@@ -270,6 +282,21 @@ def _store_part(sums, stats, part, top, total, acc, item, GROUP: tl.constexpr, D
 def _quotient(acc, total):
     """acc / total; the sign of a zero, which could follow tiles that are not seen, is dropped."""
     return acc / total + 0.0
+
+
+@triton.jit
+def _item(items, number, exists, FIELD: tl.constexpr):
+    """The fields of an item; zeros where it does not exist."""
+    item = items + number * FIELD
+    row = tl.load(item, mask=exists, other=0)
+    size = tl.load(item + 1, mask=exists, other=0)
+    table_row = tl.load(item + 2, mask=exists, other=0)
+    start = tl.load(item + 3, mask=exists, other=0)
+    begin = tl.load(item + 4, mask=exists, other=0)
+    end = tl.load(item + 5, mask=exists, other=0)
+    slot = tl.load(item + 6, mask=exists, other=0)
+    direct = tl.load(item + 7, mask=exists, other=0)
+    return row, size, table_row, start, begin, end, slot, direct
 
 
 @triton.jit(do_not_specialize=["table_stride", "held"])
@@ -302,20 +329,18 @@ def attend_kernel(
 ):
     """One item and kv head after the other: the rows' attention, or each split's part of it."""
     release_dependents()
-    wait_for_inputs()
     EACH: tl.constexpr = WIDTH // TILE
-    for unit in range(tl.program_id(0), tl.load(counts) * KV_HEADS, tl.num_programs(0)):
+    units = tl.load(counts) * KV_HEADS
+    own = tl.program_id(0)
+    row, size, table_row, start, begin, end, slot, direct = _item(
+        items, own // KV_HEADS, own < units, FIELD
+    )
+    wait_for_inputs()
+    for unit in range(own, units, tl.num_programs(0)):
         head = unit % KV_HEADS
-        item = items + unit // KV_HEADS * FIELD
-        size = tl.load(item + 1)
-        table = tables + tl.load(item + 2).to(tl.int64) * table_stride
-        start = tl.load(item + 3)
-        begin = tl.load(item + 4)
-        end = tl.load(item + 5)
-        direct = tl.load(item + 7)
-
+        table = tables + table_row.to(tl.int64) * table_stride
         # NOTE: of rows that there are not, too: they see what they will, and nobody sees them.
-        position = start + _lanes(item, HEIGHT) // GROUP
+        position = start + _lanes(start - start, HEIGHT) // GROUP
         last = start + size - 1
         from_tile = begin * EACH
         to_tile = tl.minimum(end * EACH, last // TILE + 1)
@@ -325,7 +350,7 @@ def attend_kernel(
             seen_from = tl.maximum(last - WINDOW + TILE, 0) // TILE
         seen_to = (start + 1) // TILE
 
-        place, valid = _places(item, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
+        place, valid = _places(row, size, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
         queries = tl.load(q + place, mask=valid, other=0.0)
 
         top, total, acc = _nothing_seen(HEIGHT, PADDED)
@@ -345,8 +370,8 @@ def attend_kernel(
                     )
                 all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
                 if CUT and direct == 0:
-                    part = ((tl.load(item + 6) + split) * KV_HEADS + head) * held
-                    _store_part(sums, stats, part, all_top, all_total, all_acc, item, GROUP, DIM)
+                    part = ((slot + split) * KV_HEADS + head) * held
+                    _store_part(sums, stats, part, all_top, all_total, all_acc, size, GROUP, DIM)
                     all_top, all_total, all_acc = _nothing_seen(HEIGHT, PADDED)
         else:
             for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
@@ -362,16 +387,31 @@ def attend_kernel(
                         all_top, all_total, all_acc, top, total, acc
                     )
                     if CUT and direct == 0:
-                        part = ((tl.load(item + 6) + tile // EACH) * KV_HEADS + head) * held
+                        part = ((slot + tile // EACH) * KV_HEADS + head) * held
                         _store_part(
-                            sums, stats, part, all_top, all_total, all_acc, item, GROUP, DIM
+                            sums, stats, part, all_top, all_total, all_acc, size, GROUP, DIM
                         )
                         all_top, all_total, all_acc = _nothing_seen(HEIGHT, PADDED)
                     top, total, acc = _nothing_seen(HEIGHT, PADDED)
         if direct == 1:
-            place, valid = _places(item, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
+            place, valid = _places(row, size, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
             result = _quotient(all_acc, all_total[:, None])
             tl.store(out + place, result.to(out.dtype.element_ty), mask=valid)
+        later = unit + tl.num_programs(0)
+        row, size, table_row, start, begin, end, slot, direct = _item(
+            items, later // KV_HEADS, later < units, FIELD
+        )
+
+
+@triton.jit
+def _row_to_fold(folds, number, exists, FIELD: tl.constexpr):
+    """What is to be folded; zeros where there is nothing."""
+    fold = folds + number * FIELD
+    row = tl.load(fold, mask=exists, other=0)
+    token = tl.load(fold + 1, mask=exists, other=0)
+    slot = tl.load(fold + 2, mask=exists, other=0)
+    count = tl.load(fold + 3, mask=exists, other=0)
+    return row, token, slot, count
 
 
 @triton.jit(do_not_specialize=["held"])
@@ -391,16 +431,14 @@ def fold_kernel(
 ):
     """One row and query head after the other: fold its splits, ascending, and divide."""
     release_dependents()
-    wait_for_inputs()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     columns = tl.arange(0, PADDED)
-    for unit in range(tl.program_id(0), tl.load(counts + 1) * HEADS, tl.num_programs(0)):
+    units = tl.load(counts + 1) * HEADS
+    own = tl.program_id(0)
+    row, token, slot, count = _row_to_fold(folds, own // HEADS, own < units, FIELD)
+    wait_for_inputs()
+    for unit in range(own, units, tl.num_programs(0)):
         head = unit % HEADS
-        fold = folds + unit // HEADS * FIELD
-        row = tl.load(fold)
-        token = tl.load(fold + 1)
-        slot = tl.load(fold + 2)
-        count = tl.load(fold + 3)
         first = (slot * KV_HEADS + head // GROUP) * held + token * GROUP + head % GROUP
         top = tl.full([PADDED], float("-inf"), tl.float32)
         total = tl.zeros([PADDED], tl.float32)
@@ -428,6 +466,8 @@ def fold_kernel(
         place = out + row.to(tl.int64) * (HEADS * DIM) + head * DIM + columns
         result = _quotient(acc, total)
         tl.store(place, result.to(out.dtype.element_ty), mask=columns < DIM)
+        later = unit + tl.num_programs(0)
+        row, token, slot, count = _row_to_fold(folds, later // HEADS, later < units, FIELD)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from truegraft.ops.interface import SPLIT, AttentionPlan, AttentionShape, TokenBatch
 from truegraft.ops.triton import memory
-from truegraft.ops.triton.launch import launch, release_dependents, wait_for_inputs
+from truegraft.ops.triton.launch import launch, wait_for_inputs
 
 FIELDS = (
     8  # int32 of an item: first row, tokens, table row, position, splits from, to, slot, direct
@@ -233,7 +233,8 @@ def plan_tiles_kernel(
 
     A tile of at most `item` splits is one direct item. Others are cut, and have slots and folds.
     """
-    release_dependents()
+    # NOTE: nothing is released early: kernels after this one begin when the lists are written, and
+    # read them before they wait.
     wait_for_inputs()
     own = tl.program_id(0)
     every = tl.arange(0, SEQUENCES)

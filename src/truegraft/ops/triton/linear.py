@@ -40,7 +40,7 @@ def linear(
     n = sum(part.size for part in layer.parts)
     assert x.is_contiguous() and x.dtype == weight.dtype and len(rows.slots) == m
     assert weight.shape[0] == n and 0 <= weight.shape[1] - k < ALIGNMENT
-    tile = tiles.linear_tile(n, k, x.dtype, m, rows.many)
+    tile = tiles.linear_tile(n, k, x.dtype, m, rows.load)
     y = memory.empty(m, n, dtype=out or x.dtype, device=x.device)
     parts = [part for part in layer.parts if part.pages is not None] if rows.ordinals else []
     if not parts:

@@ -80,7 +80,7 @@ class AdapterRows(RowPlan):
     ordinals: int
     block: int
     capture: int  # graph that the plan is part of
-    many: bool  # whether rows may have many different adapters: a hint, which moves no bit
+    load: tiles.Load  # how many pages there may be: a hint, which moves no bit
     order: Tensor | None = None  # [M] int32, rows by slot
     items: Tensor | None = None  # [most items, 4] int32
     num_items: Tensor | None = None  # [1] int32
@@ -100,7 +100,7 @@ def check_slots(slots: Tensor, num_slots: int) -> None:
 
 
 def plan_rows(
-    slots: Tensor, depth: Tensor | None, ordinals: int, signals: Signals, many: bool = False
+    slots: Tensor, depth: Tensor | None, ordinals: int, signals: Signals, pages: int = 0
 ) -> AdapterRows:
     """Lay out the adapter work of rows with these slots.
 
@@ -134,9 +134,10 @@ def plan_rows(
         dependent=False,
     )
     if depth is None:
-        return AdapterRows(checked, epoch, 0, block, capture, many)
+        return AdapterRows(checked, epoch, 0, block, capture, "none")
     work = (order, items, num_items, entries, counts)
-    return AdapterRows(checked, epoch, ordinals, block, capture, many, *work)
+    load: tiles.Load = "many" if pages > tiles.MANY else "few"
+    return AdapterRows(checked, epoch, ordinals, block, capture, load, *work)
 
 
 @triton.jit(do_not_specialize=["rows", "num_slots", "width"])

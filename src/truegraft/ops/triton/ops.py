@@ -24,7 +24,7 @@ from truegraft.ops.interface import (
     SamplingRow,
     TokenBatch,
 )
-from truegraft.ops.triton import attention, embedding, linear, lora, rowwise, sampling, tiles
+from truegraft.ops.triton import attention, embedding, linear, lora, rowwise, sampling
 from truegraft.ops.triton.sampling_rows import pack
 
 
@@ -69,7 +69,7 @@ class TritonOps:
             slots = slots.to(self.device)
         depth = depth.to(self.device) if depth is not None and self._ordinals else None
         ordinals = self._ordinals if depth is not None else 0
-        return lora.plan_rows(slots, depth, ordinals, self._signals, pages > tiles.MANY)
+        return lora.plan_rows(slots, depth, ordinals, self._signals, pages)
 
     def embed(self, token_ids: Tensor, embedding_: Embedding, rows: RowPlan) -> Tensor:
         assert isinstance(rows, lora.AdapterRows)

@@ -27,7 +27,7 @@ from truegraft.ops.interface import (
     TokenBatch,
 )
 from truegraft.ops.prove import Shapes
-from truegraft.ops.triton.lora import AdapterRows
+from truegraft.ops.triton.tiles import MANY
 
 ROWS = (1, 8, 16, 17, 32, 64, 65, 128, 256, 1024, 4096)
 LOGITS_ROWS = (1, 8, 64, 256)
@@ -201,10 +201,7 @@ class _Step:
         plans = [self._ops.plan_rows(slots)]
         if self._adapters:
             depth = self._ints(NUM_SLOTS, dtype=torch.int32)
-            few = self._ops.plan_rows(slots, depth)
-            plans.append(few)
-            if isinstance(few, AdapterRows):
-                plans.append(replace(few, many=True, claimed=set()))
+            plans += [self._ops.plan_rows(slots, depth, pages) for pages in (1, MANY + 1)]
         return plans
 
     def _pages(self, k: int, n: int) -> LoraPages:

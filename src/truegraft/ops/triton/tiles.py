@@ -7,6 +7,7 @@ does is a function of K alone and is not a tile: `shrink_chunk`. Times are in `d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -57,68 +58,71 @@ _SWAP = LinearTile(True, 64, 16, 128, 4, 6, early=True)
 _NORMAL = LinearTile(False, 32, 16, 256, 4, 6, early=True)
 _FETCH = LinearTile(False, 32, 64, 128, 4, 5, ahead=False, depth=3, fetch=True, programs=132)
 
-# (N, K) → bucket of rows → tile, for two-byte dtypes on the H200. A bucket: rows up to that, and
-# whether more than MANY adapter pages may be active.
-Bucket = tuple[int, bool]
-_TUNED: dict[tuple[int, int], dict[Bucket, LinearTile]] = {
+# Which adapters a launch is for: none (an engine without), few or many pages.
+Load = Literal["none", "few", "many"]
+_LOADS: dict[Load, tuple[Load, ...]] = {
+    "none": ("none",),
+    "few": ("few", "none"),
+    "many": ("many", "few", "none"),
+}
+MANY = 8  # pages, above which a load is "many"
+
+# (N, K) → (rows up to, load) → tile, for two-byte dtypes on the H200. A load that is not there is
+# served by the one before it.
+_TUNED: dict[tuple[int, int], dict[tuple[int, Load], LinearTile]] = {
     (6144, 4096): {
-        (1, False): replace(_SWAP, stages=5, group=1),
-        (16, False): replace(_SWAP, early=False),
-        (64, False): LinearTile(True, 64, 64, 128, 4, 5),
-        (64, True): LinearTile(True, 64, 64, 128, 4, 4, depth=3, programs=528),
+        (1, "none"): replace(_SWAP, stages=5, group=1),
+        (16, "none"): replace(_SWAP, early=False),
+        (64, "none"): LinearTile(True, 64, 64, 128, 4, 5),
+        (64, "many"): LinearTile(True, 64, 64, 128, 4, 4, depth=3, programs=528),
     },
     (4096, 4096): {
-        (1, False): replace(_SWAP, group=1),
-        (16, False): replace(_NORMAL, stages=5),
-        (64, False): LinearTile(False, 32, 64, 256, 4, 4, early=True, programs=132),
-        (64, True): replace(_FETCH, early=True, programs=528),
+        (1, "none"): replace(_SWAP, group=1),
+        (16, "none"): replace(_NORMAL, stages=5),
+        (64, "none"): LinearTile(False, 32, 64, 256, 4, 4, early=True),
+        (64, "few"): LinearTile(False, 32, 64, 128, 4, 6, early=True, programs=132),
+        (64, "many"): replace(_FETCH, early=True, programs=528),
     },
     (28672, 4096): {
-        (1, False): replace(_SWAP, stages=5, group=1),
-        (16, False): LinearTile(True, 128, 16, 128, 4, 4),
-        (64, False): LinearTile(True, 128, 64, 128, 8, 4, fetch=True, programs=132),
-        (64, True): LinearTile(True, 128, 64, 128, 8, 4, depth=3),
+        (1, "none"): replace(_SWAP, stages=5, group=1),
+        (16, "none"): LinearTile(True, 128, 16, 128, 4, 4),
+        (64, "none"): LinearTile(True, 128, 64, 128, 8, 4, fetch=True, programs=132),
+        (64, "many"): LinearTile(True, 128, 64, 128, 8, 4, depth=3),
     },
     (4096, 14336): {
-        (1, False): replace(_NORMAL, group=1, early=False),
-        (16, False): replace(_NORMAL, programs=132),
-        (64, False): LinearTile(False, 32, 64, 256, 4, 4, group=4, programs=132),
-        (64, True): _FETCH,
+        (1, "none"): replace(_NORMAL, group=1, early=False),
+        (16, "none"): replace(_NORMAL, programs=132),
+        (64, "none"): LinearTile(False, 32, 64, 256, 4, 4, group=4, programs=132),
+        (64, "many"): _FETCH,
     },
     (128256, 4096): {
-        (1, False): replace(_SWAP, stages=5, early=False, group=1),
-        (16, False): replace(_SWAP, stages=5, early=False),
-        (64, False): LinearTile(True, 128, 64, 128, 8, 4),
+        (1, "none"): replace(_SWAP, stages=5, early=False, group=1),
+        (16, "none"): replace(_SWAP, stages=5, early=False),
+        (64, "none"): LinearTile(True, 128, 64, 128, 8, 4),
     },
 }
-MANY = 8  # adapter pages
-
 # Prefill: 256 columns where that fills the chip, else 128 with one stage more.
 _WIDE = LinearTile(False, 256, 128, 64, 8, 3, group=2, ahead=False, spin=False)
 _SQUARE = LinearTile(False, 128, 128, 64, 8, 4, group=2, ahead=False, spin=False)
 _NARROW = LinearTile(False, 64, 128, 128, 8, 4, group=2, ahead=False, spin=False)
 
 
-def linear_tile(n: int, k: int, dtype: torch.dtype, rows: int, many: bool = False) -> LinearTile:
-    """The tile of a linear [n, k] over this many rows.
-
-    many: more than MANY adapter pages may be active.
-    """
+def linear_tile(n: int, k: int, dtype: torch.dtype, rows: int, load: Load = "none") -> LinearTile:
+    """The tile of a linear [n, k] over this many rows."""
     height = row_height(rows)
     if dtype.itemsize == 4:
         return LinearTile(False, 32, height, 32, 4, 3, group=1, ahead=False, spin=False)
     if rows > 64:
         return _prefill_tile(n, rows)
-    return _tuned_tile(n, k, rows, many) or _decode_tile(n, k, height)
+    return _tuned_tile(n, k, rows, load) or _decode_tile(n, k, height)
 
 
-def _tuned_tile(n: int, k: int, rows: int, many: bool) -> LinearTile | None:
+def _tuned_tile(n: int, k: int, rows: int, load: Load) -> LinearTile | None:
     """What the table has for the smallest bucket of their height that holds the rows."""
     table = _TUNED.get((n, k), {})
-    for bucket in sorted(table, key=lambda bucket: (bucket[0], bucket[1] != many)):
-        if rows <= bucket[0] and (bucket[1] <= many):
-            return table[bucket] if table[bucket].rows == row_height(rows) else None
-    return None
+    bucket = min((upto for upto, _ in table if rows <= upto), default=0)
+    found = [table[bucket, other] for other in _LOADS[load] if (bucket, other) in table]
+    return found[0] if found and found[0].rows == row_height(rows) else None
 
 
 def _decode_tile(n: int, k: int, height: int) -> LinearTile:
