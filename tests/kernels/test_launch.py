@@ -72,6 +72,19 @@ def test_a_replaced_launcher_gets_everything_and_runs_nothing() -> None:
     assert torch.equal(_copied(torch.ones(3)), torch.ones(3))
 
 
+def test_the_launch_after_one_that_settles_does_not_overlap() -> None:
+    overlaps: list[bool] = []
+
+    def note(*args: Any) -> None:
+        overlaps.append(args[-1])
+
+    x = torch.zeros(4)
+    with launch.replaced(note):
+        for settles in (False, True, False, False):
+            launch.launch(_copy, (1,), x, x, 4, 0, BLOCK=16, num_warps=1, settles=settles)
+    assert overlaps == [True, True, False, True]
+
+
 def test_a_launcher_is_put_back_after_an_error() -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("no")

@@ -288,14 +288,14 @@ def _quotient(acc, total):
 def _item(items, number, exists, FIELD: tl.constexpr):
     """The fields of an item; zeros where it does not exist."""
     item = items + number * FIELD
-    row = tl.load(item, mask=exists, other=0)
-    size = tl.load(item + 1, mask=exists, other=0)
-    table_row = tl.load(item + 2, mask=exists, other=0)
-    start = tl.load(item + 3, mask=exists, other=0)
-    begin = tl.load(item + 4, mask=exists, other=0)
-    end = tl.load(item + 5, mask=exists, other=0)
-    slot = tl.load(item + 6, mask=exists, other=0)
-    direct = tl.load(item + 7, mask=exists, other=0)
+    row = tl.load(item, mask=exists, other=0, cache_modifier=".cg")
+    size = tl.load(item + 1, mask=exists, other=0, cache_modifier=".cg")
+    table_row = tl.load(item + 2, mask=exists, other=0, cache_modifier=".cg")
+    start = tl.load(item + 3, mask=exists, other=0, cache_modifier=".cg")
+    begin = tl.load(item + 4, mask=exists, other=0, cache_modifier=".cg")
+    end = tl.load(item + 5, mask=exists, other=0, cache_modifier=".cg")
+    slot = tl.load(item + 6, mask=exists, other=0, cache_modifier=".cg")
+    direct = tl.load(item + 7, mask=exists, other=0, cache_modifier=".cg")
     return row, size, table_row, start, begin, end, slot, direct
 
 
@@ -330,7 +330,7 @@ def attend_kernel(
     """One item and kv head after the other: the rows' attention, or each split's part of it."""
     release_dependents()
     EACH: tl.constexpr = WIDTH // TILE
-    units = tl.load(counts) * KV_HEADS
+    units = tl.load(counts, cache_modifier=".cg") * KV_HEADS
     own = tl.program_id(0)
     row, size, table_row, start, begin, end, slot, direct = _item(
         items, own // KV_HEADS, own < units, FIELD
@@ -407,10 +407,10 @@ def attend_kernel(
 def _row_to_fold(folds, number, exists, FIELD: tl.constexpr):
     """What is to be folded; zeros where there is nothing."""
     fold = folds + number * FIELD
-    row = tl.load(fold, mask=exists, other=0)
-    token = tl.load(fold + 1, mask=exists, other=0)
-    slot = tl.load(fold + 2, mask=exists, other=0)
-    count = tl.load(fold + 3, mask=exists, other=0)
+    row = tl.load(fold, mask=exists, other=0, cache_modifier=".cg")
+    token = tl.load(fold + 1, mask=exists, other=0, cache_modifier=".cg")
+    slot = tl.load(fold + 2, mask=exists, other=0, cache_modifier=".cg")
+    count = tl.load(fold + 3, mask=exists, other=0, cache_modifier=".cg")
     return row, token, slot, count
 
 
@@ -433,7 +433,7 @@ def fold_kernel(
     release_dependents()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     columns = tl.arange(0, PADDED)
-    units = tl.load(counts + 1) * HEADS
+    units = tl.load(counts + 1, cache_modifier=".cg") * HEADS
     own = tl.program_id(0)
     row, token, slot, count = _row_to_fold(folds, own // HEADS, own < units, FIELD)
     wait_for_inputs()

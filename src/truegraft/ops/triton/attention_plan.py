@@ -151,6 +151,7 @@ def _plan_list(batch: TokenBatch, shape: AttentionShape, kind: _Kind) -> TileLis
         FIELD=FIELDS,
         FOLD=FOLD_FIELDS,
         num_warps=1 if block == MAX_SEQUENCES[0] else 8,
+        settles=True,
     )
     return tiles
 
@@ -233,8 +234,6 @@ def plan_tiles_kernel(
 
     A tile of at most `item` splits is one direct item. Others are cut, and have slots and folds.
     """
-    # NOTE: nothing is released early: kernels after this one begin when the lists are written, and
-    # read them before they wait.
     wait_for_inputs()
     own = tl.program_id(0)
     every = tl.arange(0, SEQUENCES)

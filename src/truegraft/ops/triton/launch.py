@@ -8,10 +8,15 @@ different ones cannot share an SM. Knows nothing about what a kernel computes.
 The order that a kernel must keep, since its predecessor may still be running:
 
 1. `release_dependents()`: where the next kernel may be let in (it waits for us by itself);
-2. read only what no kernel of a step writes: weights, adapter pages, tables;
+2. read only what has settled: weights, adapter pages and tables, which no kernel of a step writes,
+   and the lists of `settles` launches; past the L1 (`.cg`), which may hold what was there before;
 3. `wait_for_inputs()`, always and in every program, also where there is nothing to do: the kernel
    after the next one relies on the completions being transitive;
 4. read and write everything else.
+
+What a kernel wrote is sure to be seen only after `wait_for_inputs`, also by a kernel that starts
+after it has ended. A launch that `settles` is followed by one without overlap, and then by kernels
+that may read its results before they wait.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ Launcher = Callable[..., None]
 
 CARVEOUT = 100  # percent of the L1 that is asked for as shared memory
 
+_settling = False  # whether the last launch must have ended, and be seen, before the next begins
 _observers: list[Callable[[str], None]] = []
 _carved: set[int] = set()
 
@@ -63,12 +69,16 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
     dependent: bool = True,
+    settles: bool = False,
     **constants: Any,
 ) -> None:
     """Run `kernel[grid](*args, **constants)` on the current stream.
 
     dependent: let it start while its predecessor drains; it then must call `wait_for_inputs`.
+    settles: kernels after it may read its results before they wait.
     """
+    global _settling
+    dependent, _settling = dependent and not _settling, settles
     for observer in _observers:
         observer(kernel.__name__)
     _launcher(kernel, grid, args, constants, num_warps, num_stages, dependent)

@@ -117,46 +117,35 @@ def _name(spec: tl.constexpr) -> str:
     return "linear_lora" if spec.constants["ORDINALS"] else "linear_base"
 
 
-_AWAIT = tl.constexpr(
-    """{
-    .reg .pred %other, %early;
-    .reg .u32 %thread;
-    .reg .s32 %seen;
-    mov.u32 %thread, %tid.x;
-    setp.ne.u32 %other, %thread, 0;
-    @%other bra DONE;
-    AGAIN:
-    ld.acquire.gpu.global.s32 %seen, [$1];
-    sub.s32 %seen, %seen, $2;
-    setp.lt.s32 %early, %seen, 0;
-    @%early bra AGAIN;
-    DONE:
-    mov.u32 $0, 0;
-    }"""
-)
+@triton.jit
+def _await(word, epoch):
+    """Spin until the running shrink has set the word to this epoch: x is ready."""
+    if _ASSEMBLY:
+        while _seen(word) - epoch < 0:
+            pass
+    tl.debug_barrier()
 
 
 @triton.jit
-def _await(word, epoch):
-    """Spin until a running kernel has set the word to this epoch, and see what it saw.
-
-    One thread looks, so that a chip full of programs does not crowd the word; the barrier tells
-    the others.
-    """
-    if _ASSEMBLY:
-        tl.inline_asm_elementwise(
-            _AWAIT, "=r,l,r", [word, epoch], dtype=tl.int32, is_pure=False, pack=1
-        )
-    tl.debug_barrier()
+def _seen(word):
+    """Read a word that another running kernel sets, and nothing older than it afterwards."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [word],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def _group_entries(entries, count, first, page_of, ORDINALS: tl.constexpr, GROUP: tl.constexpr):
     """Page and entry of each of GROUP·16 rank columns; page -1: past the list, or no such page."""
     number = first + tl.arange(0, GROUP * 16) // 16
-    entry = tl.load(entries + number, mask=number < count, other=-1)
+    entry = tl.load(entries + number, mask=number < count, other=-1, cache_modifier=".cg")
     entry = tl.max_constancy(entry, 16)
-    page = tl.load(page_of + entry, mask=entry >= 0, other=-1)
+    page = tl.load(page_of + entry, mask=entry >= 0, other=-1, cache_modifier=".cg")
     return tl.max_constancy(page, 16), entry
 
 
@@ -165,7 +154,8 @@ def _group_b(b, page, columns, has_column, size, GROUP: tl.constexpr):
     """B of a group: [COLUMNS, GROUP·16]; zero where there is no page."""
     rank = tl.arange(0, GROUP * 16) % 16
     place = page.to(tl.int64)[None, :] * size * 16 + columns[:, None] * 16 + rank[None, :]
-    return tl.load(b + place, mask=(page >= 0)[None, :] & has_column[:, None], other=0.0)
+    mask = (page >= 0)[None, :] & has_column[:, None]
+    return tl.load(b + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -234,10 +224,10 @@ def linear_kernel(
     columns = column + tl.arange(0, COLUMNS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     has_row = rows < M
-    slots = tl.load(row_slots + rows, mask=has_row, other=-1)
+    slots = tl.load(row_slots + rows, mask=has_row, other=-1, cache_modifier=".cg")
 
     if LORA:
-        count = tl.load(counts + row_tile)
+        count = tl.load(counts + row_tile, cache_modifier=".cg")
         entries += row_tile * width
         first_part = 0
         last_part = 0
@@ -258,14 +248,17 @@ def linear_kernel(
         if FETCH:
             later = tl.arange(0, 256) // 4  # pages after the first group, in four pieces each
             skipped: tl.constexpr = GROUP if AHEAD else 0
-            fetched = tl.load(entries + skipped + later, mask=skipped + later < count, other=-1)
-            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1)
+            listed = skipped + later < count
+            fetched = tl.load(
+                entries + skipped + later, mask=listed, other=-1, cache_modifier=".cg"
+            )
+            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1, cache_modifier=".cg")
             piece = COLUMNS * 4 * (tl.arange(0, 256) % 4)
             place = fetched.to(tl.int64) * (end - begin) * 16 + (column - begin) * 16 + piece
             if count > skipped:
                 prefetch(b + tl.where(fetched >= 0, place, 0), COLUMNS * 4)
         if ready is not None:
-            _await(ready, tl.load(epoch))
+            _await(ready, tl.load(epoch, cache_modifier=".cg"))
         # Without `ready` this program starts when the shrink has seen that x is complete.
     else:
         wait_for_inputs()

@@ -132,6 +132,7 @@ def plan_rows(
         HEIGHT=height,
         num_warps=4,
         dependent=False,
+        settles=True,
     )
     if depth is None:
         return AdapterRows(checked, epoch, 0, block, capture, "none")
@@ -373,8 +374,10 @@ def _prefetch(
     task = tl.program_id(0) // SPLITS
     part = task % PARTS
     item = items + task // PARTS * 4
-    entry = tl.load(item) * ORDINALS + tl.load(item + 1)
-    page = tl.load(pick(part, page_of_0, page_of_1, page_of_2, PARTS) + entry)
+    slot = tl.load(item, cache_modifier=".cg")
+    entry = slot * ORDINALS + tl.load(item + 1, cache_modifier=".cg")
+    page_of = pick(part, page_of_0, page_of_1, page_of_2, PARTS)
+    page = tl.load(page_of + entry, cache_modifier=".cg")
     if page >= 0:
         # 128 pieces, one a thread: 8 of each of the 16 rows
         piece = tl.arange(0, 128)
@@ -417,8 +420,8 @@ def lora_shrink(
     """Units of (item, part, K chunk), or of (item, part) with all chunks in turn."""
     if ready is not None:
         release_dependents()
-        now = tl.load(epoch)
-    units = tl.load(num_items) * PARTS
+        now = tl.load(epoch, cache_modifier=".cg")
+    units = tl.load(num_items, cache_modifier=".cg") * PARTS
     if APART:
         units *= SPLITS
         if EVEN:
@@ -442,7 +445,8 @@ def lora_shrink(
         release_dependents()  # they may read x at once: what wrote it has ended
     else:
         if tl.program_id(0) == 0:
-            tl.atomic_xchg(ready, now, sem="release", scope="gpu")
+            # NOTE: relaxed. What wrote x has ended and x is in the L2, where the product reads it.
+            tl.atomic_xchg(ready, now, sem="relaxed", scope="gpu")
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), num_stages=1):
         if APART:
             split = unit % SPLITS

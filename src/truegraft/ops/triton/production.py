@@ -202,6 +202,7 @@ class _Step:
         if self._adapters:
             depth = self._ints(NUM_SLOTS, dtype=torch.int32)
             plans += [self._ops.plan_rows(slots, depth, pages) for pages in (1, MANY + 1)]
+        self._ops.silu_mul(self._values(1, 64))  # a plan's next kernel does not overlap, others do
         return plans
 
     def _pages(self, k: int, n: int) -> LoraPages:

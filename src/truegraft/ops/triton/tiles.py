@@ -80,7 +80,7 @@ _TUNED: dict[tuple[int, int], dict[tuple[int, Load], LinearTile]] = {
         (1, "none"): replace(_SWAP, group=1),
         (16, "none"): replace(_NORMAL, stages=5),
         (64, "none"): LinearTile(False, 32, 64, 256, 4, 4, early=True),
-        (64, "few"): LinearTile(False, 32, 64, 128, 4, 6, early=True, programs=132),
+        (64, "few"): LinearTile(False, 32, 64, 256, 4, 4, early=True, group=4, programs=132),
         (64, "many"): replace(_FETCH, early=True, programs=528),
     },
     (28672, 4096): {
@@ -92,7 +92,7 @@ _TUNED: dict[tuple[int, int], dict[tuple[int, Load], LinearTile]] = {
     (4096, 14336): {
         (1, "none"): replace(_NORMAL, group=1, early=False),
         (16, "none"): replace(_NORMAL, programs=132),
-        (64, "none"): LinearTile(False, 32, 64, 256, 4, 4, group=4, programs=132),
+        (64, "none"): LinearTile(False, 32, 64, 256, 4, 4, group=2, programs=132),
         (64, "many"): _FETCH,
     },
     (128256, 4096): {
