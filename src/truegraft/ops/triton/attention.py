@@ -284,21 +284,6 @@ def _quotient(acc, total):
     return acc / total + 0.0
 
 
-@triton.jit
-def _item(items, number, exists, FIELD: tl.constexpr):
-    """The fields of an item; zeros where it does not exist."""
-    item = items + number * FIELD
-    row = tl.load(item, mask=exists, other=0, cache_modifier=".cg")
-    size = tl.load(item + 1, mask=exists, other=0, cache_modifier=".cg")
-    table_row = tl.load(item + 2, mask=exists, other=0, cache_modifier=".cg")
-    start = tl.load(item + 3, mask=exists, other=0, cache_modifier=".cg")
-    begin = tl.load(item + 4, mask=exists, other=0, cache_modifier=".cg")
-    end = tl.load(item + 5, mask=exists, other=0, cache_modifier=".cg")
-    slot = tl.load(item + 6, mask=exists, other=0, cache_modifier=".cg")
-    direct = tl.load(item + 7, mask=exists, other=0, cache_modifier=".cg")
-    return row, size, table_row, start, begin, end, slot, direct
-
-
 @triton.jit(do_not_specialize=["table_stride", "held"])
 def attend_kernel(
     q,
@@ -331,13 +316,18 @@ def attend_kernel(
     release_dependents()
     EACH: tl.constexpr = WIDTH // TILE
     units = tl.load(counts, cache_modifier=".cg") * KV_HEADS
-    own = tl.program_id(0)
-    row, size, table_row, start, begin, end, slot, direct = _item(
-        items, own // KV_HEADS, own < units, FIELD
-    )
     wait_for_inputs()
-    for unit in range(own, units, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         head = unit % KV_HEADS
+        item = items + unit // KV_HEADS * FIELD
+        row = tl.load(item)
+        size = tl.load(item + 1)
+        table_row = tl.load(item + 2)
+        start = tl.load(item + 3)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        slot = tl.load(item + 6)
+        direct = tl.load(item + 7)
         table = tables + table_row.to(tl.int64) * table_stride
         # NOTE: of rows that there are not, too: they see what they will, and nobody sees them.
         position = start + _lanes(start - start, HEIGHT) // GROUP
@@ -397,21 +387,8 @@ def attend_kernel(
             place, valid = _places(row, size, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
             result = _quotient(all_acc, all_total[:, None])
             tl.store(out + place, result.to(out.dtype.element_ty), mask=valid)
-        later = unit + tl.num_programs(0)
-        row, size, table_row, start, begin, end, slot, direct = _item(
-            items, later // KV_HEADS, later < units, FIELD
-        )
-
-
-@triton.jit
-def _row_to_fold(folds, number, exists, FIELD: tl.constexpr):
-    """What is to be folded; zeros where there is nothing."""
-    fold = folds + number * FIELD
-    row = tl.load(fold, mask=exists, other=0, cache_modifier=".cg")
-    token = tl.load(fold + 1, mask=exists, other=0, cache_modifier=".cg")
-    slot = tl.load(fold + 2, mask=exists, other=0, cache_modifier=".cg")
-    count = tl.load(fold + 3, mask=exists, other=0, cache_modifier=".cg")
-    return row, token, slot, count
+        # NOTE: the next item's tiles are copied into the memory that slower warps may still read.
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["held"])
@@ -434,11 +411,14 @@ def fold_kernel(
     HEADS: tl.constexpr = KV_HEADS * GROUP
     columns = tl.arange(0, PADDED)
     units = tl.load(counts + 1, cache_modifier=".cg") * HEADS
-    own = tl.program_id(0)
-    row, token, slot, count = _row_to_fold(folds, own // HEADS, own < units, FIELD)
     wait_for_inputs()
-    for unit in range(own, units, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         head = unit % HEADS
+        fold = folds + unit // HEADS * FIELD
+        row = tl.load(fold)
+        token = tl.load(fold + 1)
+        slot = tl.load(fold + 2)
+        count = tl.load(fold + 3)
         first = (slot * KV_HEADS + head // GROUP) * held + token * GROUP + head % GROUP
         top = tl.full([PADDED], float("-inf"), tl.float32)
         total = tl.zeros([PADDED], tl.float32)
@@ -466,8 +446,6 @@ def fold_kernel(
         place = out + row.to(tl.int64) * (HEADS * DIM) + head * DIM + columns
         result = _quotient(acc, total)
         tl.store(place, result.to(out.dtype.element_ty), mask=columns < DIM)
-        later = unit + tl.num_programs(0)
-        row, token, slot, count = _row_to_fold(folds, later // HEADS, later < units, FIELD)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ The order that a kernel must keep, since its predecessor may still be running:
 
 1. `release_dependents()`: where the next kernel may be let in (it waits for us by itself);
 2. read only what has settled: weights, adapter pages and tables, which no kernel of a step writes,
-   and the lists of `settles` launches; past the L1 (`.cg`), which may hold what was there before;
+   and the lists of `settles` launches; past the L1 (`.cg`, or after an acquiring load), which may
+   hold what was there before;
 3. `wait_for_inputs()`, always and in every program, also where there is nothing to do: the kernel
    after the next one relies on the completions being transitive;
 4. read and write everything else.

@@ -120,32 +120,34 @@ def _name(spec: tl.constexpr) -> str:
 @triton.jit
 def _await(word, epoch):
     """Spin until the running shrink has set the word to this epoch: x is ready."""
-    if _ASSEMBLY:
-        while _seen(word) - epoch < 0:
-            pass
+    while _seen(word) - epoch < 0:
+        pass
     tl.debug_barrier()
 
 
 @triton.jit
 def _seen(word):
     """Read a word that another running kernel sets, and nothing older than it afterwards."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];",
-        "=r,l",
-        [word],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];",
+            "=r,l",
+            [word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(word)
 
 
 @triton.jit
 def _group_entries(entries, count, first, page_of, ORDINALS: tl.constexpr, GROUP: tl.constexpr):
     """Page and entry of each of GROUP·16 rank columns; page -1: past the list, or no such page."""
     number = first + tl.arange(0, GROUP * 16) // 16
-    entry = tl.load(entries + number, mask=number < count, other=-1, cache_modifier=".cg")
+    entry = tl.load(entries + number, mask=number < count, other=-1)
     entry = tl.max_constancy(entry, 16)
-    page = tl.load(page_of + entry, mask=entry >= 0, other=-1, cache_modifier=".cg")
+    page = tl.load(page_of + entry, mask=entry >= 0, other=-1)
     return tl.max_constancy(page, 16), entry
 
 
@@ -155,7 +157,7 @@ def _group_b(b, page, columns, has_column, size, GROUP: tl.constexpr):
     rank = tl.arange(0, GROUP * 16) % 16
     place = page.to(tl.int64)[None, :] * size * 16 + columns[:, None] * 16 + rank[None, :]
     mask = (page >= 0)[None, :] & has_column[:, None]
-    return tl.load(b + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.load(b + place, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -224,10 +226,14 @@ def linear_kernel(
     columns = column + tl.arange(0, COLUMNS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     has_row = rows < M
-    slots = tl.load(row_slots + rows, mask=has_row, other=-1, cache_modifier=".cg")
 
     if LORA:
-        count = tl.load(counts + row_tile, cache_modifier=".cg")
+        # NOTE: what is read here has settled, but the L1 may hold what was there before; after this
+        # it does not.
+        now = _seen(epoch)
+        tl.debug_barrier()
+        slots = tl.load(row_slots + rows, mask=has_row, other=-1)
+        count = tl.load(counts + row_tile)
         entries += row_tile * width
         first_part = 0
         last_part = 0
@@ -249,19 +255,18 @@ def linear_kernel(
             later = tl.arange(0, 256) // 4  # pages after the first group, in four pieces each
             skipped: tl.constexpr = GROUP if AHEAD else 0
             listed = skipped + later < count
-            fetched = tl.load(
-                entries + skipped + later, mask=listed, other=-1, cache_modifier=".cg"
-            )
-            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1, cache_modifier=".cg")
+            fetched = tl.load(entries + skipped + later, mask=listed, other=-1)
+            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1)
             piece = COLUMNS * 4 * (tl.arange(0, 256) % 4)
             place = fetched.to(tl.int64) * (end - begin) * 16 + (column - begin) * 16 + piece
             if count > skipped:
                 prefetch(b + tl.where(fetched >= 0, place, 0), COLUMNS * 4)
         if ready is not None:
-            _await(ready, tl.load(epoch, cache_modifier=".cg"))
+            _await(ready, now)
         # Without `ready` this program starts when the shrink has seen that x is complete.
     else:
         wait_for_inputs()
+        slots = tl.load(row_slots + rows, mask=has_row, other=-1)
     if EARLY:
         release_dependents()
 
