@@ -387,8 +387,6 @@ def attend_kernel(
             place, valid = _places(row, size, head, HEIGHT, KV_HEADS, GROUP, DIM, PADDED)
             result = _quotient(all_acc, all_total[:, None])
             tl.store(out + place, result.to(out.dtype.element_ty), mask=valid)
-        # NOTE: the next item's tiles are copied into the memory that slower warps may still read.
-        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["held"])

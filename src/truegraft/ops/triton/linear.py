@@ -145,9 +145,9 @@ def _seen(word):
 def _group_entries(entries, count, first, page_of, ORDINALS: tl.constexpr, GROUP: tl.constexpr):
     """Page and entry of each of GROUP·16 rank columns; page -1: past the list, or no such page."""
     number = first + tl.arange(0, GROUP * 16) // 16
-    entry = tl.load(entries + number, mask=number < count, other=-1)
+    entry = tl.load(entries + number, mask=number < count, other=-1, cache_modifier=".cg")
     entry = tl.max_constancy(entry, 16)
-    page = tl.load(page_of + entry, mask=entry >= 0, other=-1)
+    page = tl.load(page_of + entry, mask=entry >= 0, other=-1, cache_modifier=".cg")
     return tl.max_constancy(page, 16), entry
 
 
@@ -157,7 +157,7 @@ def _group_b(b, page, columns, has_column, size, GROUP: tl.constexpr):
     rank = tl.arange(0, GROUP * 16) % 16
     place = page.to(tl.int64)[None, :] * size * 16 + columns[:, None] * 16 + rank[None, :]
     mask = (page >= 0)[None, :] & has_column[:, None]
-    return tl.load(b + place, mask=mask, other=0.0)
+    return tl.load(b + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -228,12 +228,8 @@ def linear_kernel(
     has_row = rows < M
 
     if LORA:
-        # NOTE: what is read here has settled, but the L1 may hold what was there before; after this
-        # it does not.
-        now = _seen(epoch)
-        tl.debug_barrier()
-        slots = tl.load(row_slots + rows, mask=has_row, other=-1)
-        count = tl.load(counts + row_tile)
+        # NOTE: what is read here has settled, but the L1 may hold what was there before: `.cg`.
+        count = tl.load(counts + row_tile, cache_modifier=".cg")
         entries += row_tile * width
         first_part = 0
         last_part = 0
@@ -255,20 +251,23 @@ def linear_kernel(
             later = tl.arange(0, 256) // 4  # pages after the first group, in four pieces each
             skipped: tl.constexpr = GROUP if AHEAD else 0
             listed = skipped + later < count
-            fetched = tl.load(entries + skipped + later, mask=listed, other=-1)
-            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1)
+            fetched = tl.load(
+                entries + skipped + later, mask=listed, other=-1, cache_modifier=".cg"
+            )
+            fetched = tl.load(page_of + fetched, mask=fetched >= 0, other=-1, cache_modifier=".cg")
             piece = COLUMNS * 4 * (tl.arange(0, 256) % 4)
             place = fetched.to(tl.int64) * (end - begin) * 16 + (column - begin) * 16 + piece
             if count > skipped:
                 prefetch(b + tl.where(fetched >= 0, place, 0), COLUMNS * 4)
         if ready is not None:
-            _await(ready, now)
+            _await(ready, tl.load(epoch, cache_modifier=".cg"))
         # Without `ready` this program starts when the shrink has seen that x is complete.
     else:
         wait_for_inputs()
-        slots = tl.load(row_slots + rows, mask=has_row, other=-1)
     if EARLY:
         release_dependents()
+    if not LORA or ready is not None:
+        slots = tl.load(row_slots + rows, mask=has_row, other=-1)
 
     if SWAP:
         acc = tl.zeros((COLUMNS, ROWS), tl.float32)
@@ -292,6 +291,8 @@ def linear_kernel(
 
     if LORA:
         wait_for_inputs()
+        if ready is None:
+            slots = tl.load(row_slots + rows, mask=has_row, other=-1)
         if count > 0:
             s_rows = s + rows.to(tl.int64) * (PARTS * ORDINALS * 16)
             start = 0
