@@ -248,3 +248,42 @@ def test_the_vocabulary_in_float32() -> None:
     assert error(whole, exact) < 2e-4  # where S lies between two bfloat16, it may round otherwise
     for row in range(0, 70, 7):
         assert same_bits(logits(torch.tensor([row])), whole[row : row + 1])
+
+
+def test_a_linear_that_is_used_again_waits_for_what_it_reads() -> None:
+    """Three times under one plan, in a graph that does not contain the plan, outputs poisoned."""
+    case = make_linear((2048,), 2048, RANKS, BF16, GPU)
+    signals = Signals(GPU)
+    x = torch.randn(48, 2048, device=GPU, generator=torch.Generator(device=GPU).manual_seed(4))
+    x, slots = x.to(BF16), (torch.arange(48) % (len(RANKS) + 1) - 1).int().to(GPU)
+
+    def chain(fresh: bool) -> Tensor:
+        rows, y = plan_rows(slots, case.depth, case.ordinals, signals), x
+        for _ in range(3):
+            if fresh:
+                torch.cuda.synchronize()
+                rows = plan_rows(slots, case.depth, case.ordinals, signals)
+            y = linear(y, case.layer, rows, signals)
+        return y
+
+    expected = chain(fresh=True)
+    assert all(same_bits(chain(fresh=False), expected) for _ in range(5))
+    rows = plan_rows(slots, case.depth, case.ordinals, signals)
+    kept: list[Tensor] = []
+
+    def keep(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept.append(torch.empty(shape, dtype=dtype, device=device))
+        return kept[-1]
+
+    graph = torch.cuda.CUDAGraph()
+    with memory.allocator(keep), torch.cuda.graph(graph):
+        y = x
+        for _ in range(3):
+            y = linear(y, case.layer, rows, signals)
+    for _ in range(10):
+        for buffer in kept:
+            buffer.fill_(torch.nan)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(y, expected)
