@@ -34,10 +34,19 @@ FAMILIES = {
     "plan_tiles": 1,
     "attend": 8,
     "fold": 4,
-    "argmax": 1,
-    "adjust": 1,
-    "sample": 1,
-    "logprobs": 1,
+    "mark": 2,
+    "count": 2,
+    "penalise": 2,
+    "adjust": 2,
+    "edit": 2,
+    "group": 2,
+    "bound": 2,
+    "gather": 2,
+    "cut": 2,
+    "draw": 4,
+    "choose": 1,
+    "exp_sum": 2,
+    "logprobs": 2,
 }
 
 

@@ -111,6 +111,9 @@ def test_row_wise_ops(pair: tuple[CpuOps, ReferenceOps], width: int) -> None:
     normed = kernels.add_norm(x, residual, weight, 1e-5)[0]
     alone = kernels.add_norm(x[36:], residual[36:], weight, 1e-5)[0]
     assert torch.equal(bits(alone), bits(normed[36:]))
+    index = torch.tensor([36, 0, 36])
+    chosen = kernels.add_norm(x, residual, weight, 1e-5, index)[0]
+    assert torch.equal(bits(chosen), bits(normed[index]))
 
 
 def batch(parts: Sequence[tuple[int, int, int]], tables: Tensor, padding: int = 0) -> TokenBatch:

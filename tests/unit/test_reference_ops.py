@@ -237,6 +237,17 @@ def test_argmax_takes_the_lowest_of_equals() -> None:
 # ------------------------------------------------------------------ rope
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm_of_chosen_rows_is_that_of_all_rows_chosen(dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((9, 40), (9, 40), (40,)))
+    index = torch.tensor([7, 0, 7, 3])
+    ops = ReferenceOps(dtype)
+    for beside in (residual, None):
+        y, r = ops.add_norm(x, beside, weight, 1e-5)
+        chosen_y, chosen_r = ops.add_norm(x, beside, weight, 1e-5, index)
+        assert torch.equal(chosen_y, y[index]) and torch.equal(chosen_r, r[index])
+
+
 def make_batch(parts: Sequence[tuple[int, int]], multiple: int = 16) -> TokenBatch:
     """Sequences of (start, count) over block tables that are scattered and do not overlap."""
     longest = max(start + count for start, count in parts)
