@@ -72,6 +72,21 @@ def test_every_family_is_there(compiled: list[Compiled]) -> None:
         assert count >= least, f"{family}: {count} kernels of {dict(names)}"
 
 
+def test_the_list_overlaps_kernels_as_a_step_does(compiled: list[Compiled]) -> None:
+    # A plan is followed by an embed or by the norm of chosen rows, which therefore do not overlap.
+    for name, ways in {
+        "embed_base": {True, False},
+        "embed_lora": {True, False},
+        "add_norm_kernel": {True, False},
+        "rope_write_kernel": {True},
+        "attend_kernel": {True},
+        "fold_kernel": {True},
+        "linear_lora": {True},
+    }.items():
+        found = {"launch_pdl=True" in item.options for item in compiled if item.name == name}
+        assert found == ways, name
+
+
 def test_no_specialisation_is_compiled_twice(compiled: list[Compiled]) -> None:
     # Equal options and names may differ in alignments alone, but never many times.
     same = Counter((item.name, item.options) for item in compiled)

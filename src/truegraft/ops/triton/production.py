@@ -177,9 +177,7 @@ class _Step:
         heads = self._linears(shapes.embedding[1], (vocabulary,))
         embeddings = self._embeddings()
         for count in rows:
-            for plan in self._plans(count):
-                for embedding in embeddings:
-                    ops.embed(self._ints(count), embedding, plan)
+            self._embed(count, embeddings)
             for layer, k in linears:
                 for plan in self._plans(count):
                     ops.linear(self._values(count, k), layer, plan)
@@ -202,8 +200,12 @@ class _Step:
         if self._adapters:
             depth = self._ints(NUM_SLOTS, dtype=torch.int32)
             plans += [self._ops.plan_rows(slots, depth, pages) for pages in (1, MANY + 1)]
-        self._ops.silu_mul(self._values(1, 64))  # a plan's next kernel does not overlap, others do
+        self._after_a_plan()
         return plans
+
+    def _after_a_plan(self) -> None:
+        """The next kernel does not overlap; in a step it is an embed or a norm, others overlap."""
+        self._ops.silu_mul(self._values(1, 64))
 
     def _pages(self, k: int, n: int) -> LoraPages:
         return self._ops.new_pages((NUM_SLOTS, NUM_SLOTS, self._ordinals), k, n)
@@ -230,6 +232,15 @@ class _Step:
             made.append(Embedding(weight, self._pages(vocabulary, hidden)))
         return made
 
+    def _embed(self, count: int, embeddings: Sequence[Embedding]) -> None:
+        """Right after a plan of attention, as in a step, and later."""
+        ids, batch = self._ints(count), next(self._batches(count))
+        for plan in self._plans(count):
+            for embedding in embeddings:
+                self._ops.plan_attention(batch, list(self._model.shapes.attention))
+                for _ in range(2):
+                    self._ops.embed(ids, embedding, plan)
+
     def _rowwise(self, count: int) -> None:
         ops, shapes = self._ops, self._model.shapes
         for width in sorted(shapes.widths):
@@ -237,6 +248,10 @@ class _Step:
             for residual in (None, x):
                 for chosen in (None, index):
                     ops.add_norm(x, residual, weight, 1e-5, chosen)
+            if self._adapters:  # the last norm, right after the plan of the chosen rows
+                slots, depth = (self._ints(size, dtype=torch.int32) for size in (count, NUM_SLOTS))
+                ops.plan_rows(slots - 1, depth, 1)
+                ops.add_norm(x, x, weight, 1e-5, index)
         for inner in sorted(shapes.inner):
             ops.silu_mul(self._values(count, 2 * inner))
 
@@ -250,9 +265,10 @@ class _Step:
             gain = self._values(shape.head_dim)
             norm = QKNorm(gain, gain, 1e-6) if self._model.shapes.qk_norm else None
             for batch in self._batches(count):
+                plan = self._ops.plan_attention(batch, [shape])
+                self._after_a_plan()
                 qkv = self._values(count, width)
                 q = self._ops.rope_write(qkv, shape, (table, table), norm, cache, batch)
-                plan = self._ops.plan_attention(batch, [shape])
                 self._ops.attention(q, shape, cache, plan)
 
     def _batches(self, count: int) -> Iterator[TokenBatch]:
