@@ -14,8 +14,6 @@ import torch
 from _harness import RESULTS, commit
 from torch import Tensor
 
-from truegraft.ops.triton import launch
-
 GPU = torch.device("cuda")
 BANDWIDTH = 4.3e12  # bytes a second that an H200 reaches
 FLOPS = 750e12  # bfloat16, likewise
@@ -52,19 +50,6 @@ def _event() -> Any:
 def copies(size: int, least: int = 4, most: int = 64) -> int:
     """How many sets of `size` bytes a graph rotates over."""
     return max(least, min(most, int(-(-ROTATED // size))))
-
-
-def serial(
-    kernel: Any,
-    grid: launch.Grid,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    num_warps: int,
-    num_stages: int,
-    dependent: bool,
-) -> None:
-    """A launcher without programmatic dependence, for `launch.replaced`."""
-    launch._run(kernel, grid, args, constants, num_warps, num_stages, False)
 
 
 def floor(size: float, flops: float = 0.0) -> float:

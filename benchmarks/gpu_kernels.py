@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _gpu import BANDWIDTH, GPU, Row, check, copies, floor, graph_time, record, serial, table
+from _gpu import BANDWIDTH, GPU, Row, check, copies, floor, graph_time, record, table
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import scaled_dot_product_attention
@@ -148,7 +148,7 @@ def _linear_row(
     exact = x[few].double() @ layers[0].weight.double().T
     wrong = check(f"{name} M={m}", ours()[0][few], exact, ROUNDED)
     del exact
-    with launch.replaced(serial):
+    with launch.replaced(launch.serial):
         plain = graph_time(ours, len(used))
     theirs, overlapped = graph_time(cublas, len(used)), graph_time(ours, len(used))
     return {
@@ -274,7 +274,7 @@ def _layer_row(
     )
     if m not in bases:
         base = torch.full((m,), -1, dtype=torch.int32, device=GPU)
-        with launch.replaced(serial):
+        with launch.replaced(launch.serial):
             plain = chain.layer_time(xs, base, with_adapters=False)
         bases[m] = plain, chain.layer_time(xs, base, with_adapters=False)
     alone, dependent = bases[m]

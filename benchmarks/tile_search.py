@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu import graph_time, serial
+from _gpu import graph_time
 from torch import Tensor
 
 from truegraft.ops.interface import Linear, LinearPart, LoraPages
@@ -252,7 +252,7 @@ def search(chain: Chain, log: Any, deadline: float) -> None:
             use(choice)
             return layer_time(lambda: chain.run(xs, slots[adapters or 0], adapters), 7)
 
-        with launch.replaced(serial):
+        with launch.replaced(launch.serial):
             plain = min(time_of(start, None) for _ in range(3))
         print(f"{count} rows: base {plain:.1f}, dependent {time_of(start, None):.1f}", flush=True)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from guard import poisoned
 from torch import Tensor
 
 from truegraft.ops.interface import AttentionShape, KVCache, TokenBatch
@@ -14,15 +15,8 @@ from truegraft.ops.triton import memory
 
 BLOCK = 64
 GARBAGE = 2**30  # a block id far outside of any pool
-SENTINEL = -77
 
 Rows = Sequence[tuple[int, int, int]]  # of a batch: sequence, position of its first row, rows
-
-
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for `memory.allocator`: NaN, or as integers a number that is no index."""
-    fill = torch.nan if dtype.is_floating_point else SENTINEL
-    return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

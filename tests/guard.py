@@ -70,6 +70,11 @@ class Guard:
                 )
 
 
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An allocator for `memory.allocator` that only poisons."""
+    return torch.full(shape, _poison(dtype), dtype=dtype, device=device)
+
+
 def unwritten(tensor: Tensor) -> bool:
     """Whether any element still is the poison (floats: any NaN)."""
     if tensor.dtype.is_floating_point:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attention_cases import SENTINEL, Rows, World, make_world, poisoned
+from attention_cases import Rows, World, make_world
+from guard import SENTINEL, poisoned
 from kernel_cases import error, rounding_floor, same_bits
 from torch import Tensor
 

@@ -16,6 +16,7 @@ from guard import Guard, unwritten
 from torch import Tensor
 
 from truegraft.ops.triton import launch, memory
+from truegraft.ops.triton.ops import TritonOps
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,21 @@ def test_the_launch_after_one_that_settles_does_not_overlap() -> None:
         for settles in (False, True, False, False):
             launch.launch(_copy, (1,), x, x, 4, 0, BLOCK=16, num_warps=1, settles=settles)
     assert overlaps == [True, True, False, True]
+
+
+def test_what_comes_from_the_host_is_not_put_into_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph would keep one batch's slots, or one batch's sampling, for every replay."""
+    ops = TritonOps(torch.float32, CPU)
+    slots, logits = torch.full((2,), -1, dtype=torch.int32), torch.zeros(2, 8)
+    ops.plan_rows(slots)
+    ops.sample(logits, [None, None])
+    monkeypatch.setattr(launch, "capture_id", lambda device: 7)
+    with pytest.raises(AssertionError, match="must not hold one batch's content"):
+        ops.plan_rows(slots)
+    with pytest.raises(AssertionError, match="must not hold one batch's content"):
+        ops.sample(logits, [None, None])
 
 
 def test_a_launcher_is_put_back_after_an_error() -> None:

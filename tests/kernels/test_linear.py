@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from guard import poisoned
 from kernel_cases import LinearCase, error, expected_linear, make_linear, rounding_floor, same_bits
 from torch import Tensor
 
@@ -25,11 +26,6 @@ CASES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
     "K not a multiple of 8": ((40, 24, 8), 133, FP16),
     "float32": ((40, 24, 8), 136, FP32),
 }
-
-
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    fill = float("nan") if dtype.is_floating_point else 0x3FFFFFF
-    return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def plan(case: LinearCase, slots: Tensor, signals: Signals) -> AdapterRows:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from guard import poisoned
 from kernel_cases import bits, error, rounding_floor, same_bits
 from torch import Tensor
 
@@ -31,10 +32,6 @@ def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """Outputs hold NaN before they are written."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(shape, NAN, dtype=dtype, device=device)
-
     with memory.allocator(poisoned):
         yield
 

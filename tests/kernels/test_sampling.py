@@ -11,7 +11,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from guard import poisoned
 from kernel_cases import bits, error, rounding_floor, same_bits
+from sampling_cases import PLAIN
 from torch import Tensor
 
 from truegraft.ops import noise
@@ -28,24 +30,6 @@ CPU = torch.device("cpu")
 REFERENCE = ReferenceOps(torch.float32)
 WIDTHS = pytest.mark.parametrize("width", [97, 1000, 4099])
 NAN, INF = math.nan, math.inf
-SENTINEL = -77
-PLAIN = SamplingRow(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    prompt=torch.tensor([], dtype=torch.int64),
-    output=torch.tensor([], dtype=torch.int64),
-    bias=(),
-    allowed=None,
-    banned=(),
-    seed=1,
-    sample_index=0,
-    position=5,
-)
 DRAWN = replace(PLAIN, temperature=0.7)
 Rows = Sequence[SamplingRow | None]
 
@@ -53,11 +37,6 @@ Rows = Sequence[SamplingRow | None]
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """Outputs and workspaces hold NaN, or far numbers, before they are written."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        fill = NAN if dtype.is_floating_point else SENTINEL
-        return torch.full(shape, fill, dtype=dtype, device=device)
-
     with memory.allocator(poisoned):
         yield
 

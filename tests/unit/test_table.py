@@ -30,6 +30,7 @@ def test_depth_is_the_most_pages_of_any_module() -> None:
     table.load(0, make_adapter(q=16))
     table.load(1, make_adapter(q=1, k=33))
     assert table.depth.tolist() == [1, 3, 0]
+    assert [table.num_pages(slot) for slot in range(3)] == [1, 3, 0]
     table.clear(1)
     assert table.depth.tolist() == [1, 0, 0]
     table.load(1, make_adapter())

@@ -29,7 +29,8 @@ class AdapterTable:
             for module, shape in targets.items()
         }
         self._free = {module: list(range(config.num_pages - 1, -1, -1)) for module in targets}
-        self.depth = torch.zeros(config.max_loras, dtype=torch.int32)  # most pages of any module
+        device = next(iter(self.pages.values())).page_of.device
+        self.depth = torch.zeros(config.max_loras, dtype=torch.int32, device=device)  # `num_pages`
         self._slots: list[Adapter | None] = [None] * config.max_loras
 
     def load(self, slot: int, adapter: Adapter) -> None:
@@ -38,8 +39,13 @@ class AdapterTable:
         self._slots[slot] = adapter
         for module, weights in adapter.modules.items():
             self._write(module, slot, weights)
-        ranks = [weights.rank for weights in adapter.modules.values()]
-        self.depth[slot] = -(-max(ranks, default=0) // LORA_PAGE_RANK)
+        self.depth[slot] = self.num_pages(slot)
+
+    def num_pages(self, slot: int) -> int:
+        """Most pages that any module has of the slot's adapter, as the host knows it."""
+        adapter = self._slots[slot]
+        ranks = [weights.rank for weights in adapter.modules.values()] if adapter else []
+        return -(-max(ranks, default=0) // LORA_PAGE_RANK)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: no module keeps a page or a scale of it."""

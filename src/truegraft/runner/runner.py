@@ -107,9 +107,8 @@ class Runner:
     def _plan_rows(self, slots: Tensor, key: tuple[int, ...]) -> RowPlan:
         if self.table is None:
             return self._ops.plan_rows(slots)
-        depth = self.table.depth
-        pages = sum(int(depth[slot]) for slot in set(key) if slot >= 0)
-        return self._ops.plan_rows(slots, depth, pages)
+        pages = sum(self.table.num_pages(slot) for slot in set(key) if slot >= 0)
+        return self._ops.plan_rows(slots, self.table.depth, pages)
 
     def _logits(self, hidden: Hidden, index: Sequence[int]) -> Tensor:
         """Logits of chosen rows, padded to the row multiple: [L, V] float32."""

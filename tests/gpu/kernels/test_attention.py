@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Rows, World, make_world, poisoned
+from attention_cases import Rows, World, make_world
+from guard import poisoned
 from kernel_cases import bits, error, rounding_floor, same_bits
 from torch import Tensor
 

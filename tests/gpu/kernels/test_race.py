@@ -164,17 +164,9 @@ def make_batch(layout: Layout, seed: int) -> TokenBatch:
     )
 
 
-def one_at_a_time(
-    kernel: Any,
-    grid: launch.Grid,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    num_warps: int,
-    num_stages: int,
-    dependent: bool,
-) -> None:
-    """The launcher without overlap: everything has ended before the next begins."""
-    launch._run(kernel, grid, args, constants, num_warps, num_stages, False)
+def one_at_a_time(*launched: Any) -> None:
+    """The launcher without overlap: the device has ended before the next begins."""
+    launch.serial(*launched)
     torch.cuda.synchronize()
 
 

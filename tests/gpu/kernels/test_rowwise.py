@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from guard import poisoned
 from kernel_cases import error, rounding_floor, same_bits
 from torch import Tensor
 
@@ -62,10 +63,6 @@ with_tables = pytest.mark.parametrize(("vocabulary", "width", "dtype"), TABLES)
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """Outputs hold NaN before they are written."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(shape, NAN, dtype=dtype, device=device)
-
     with memory.allocator(poisoned):
         yield
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from guard import poisoned
 from kernel_cases import error, rounding_floor, same_bits
+from sampling_cases import PLAIN
 from torch import Tensor
 
 from truegraft.ops.interface import SamplingRow
@@ -22,24 +24,7 @@ DEVICE = torch.device("cuda")
 REFERENCE = ReferenceOps(torch.float32)
 WIDTHS = (32000, 128256, 151936, 50257, 262144)  # one of them odd
 ROWS = 40
-NAN, SENTINEL = math.nan, -77
-PLAIN = SamplingRow(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    prompt=torch.tensor([], dtype=torch.int64),
-    output=torch.tensor([], dtype=torch.int64),
-    bias=(),
-    allowed=None,
-    banned=(),
-    seed=1,
-    sample_index=0,
-    position=5,
-)
+NAN = math.nan
 DRAWN = replace(PLAIN, temperature=0.9)
 ASKED: tuple[dict[str, Any], ...] = (
     {},
@@ -58,11 +43,6 @@ with_widths = pytest.mark.parametrize("width", WIDTHS)
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
     """Outputs and workspaces hold NaN, or far numbers, before they are written."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        fill = NAN if dtype.is_floating_point else SENTINEL
-        return torch.full(shape, fill, dtype=dtype, device=device)
-
     with memory.allocator(poisoned):
         yield
 

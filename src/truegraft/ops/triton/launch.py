@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -46,10 +47,13 @@ else:
 
 __all__ = [
     "INTERPRETED",
+    "capture_id",
+    "check_not_captured",
     "launch",
     "observed",
     "release_dependents",
     "replaced",
+    "serial",
     "wait_for_inputs",
 ]
 
@@ -144,3 +148,33 @@ def replaced(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _launcher = before
+
+
+def serial(
+    kernel: Any,
+    grid: Grid,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    dependent: bool,
+) -> None:
+    """A launcher for `replaced`: no kernel starts before the one before it has ended."""
+    _run(kernel, grid, args, constants, num_warps, num_stages, False)
+
+
+def capture_id(device: torch.device) -> int:
+    """Which CUDA graph the current stream is being captured into; 0: none."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
+    error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
+    assert error == driver.CUresult.CUDA_SUCCESS, error
+    return int(number)
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Assert that what comes from the host now is not put into a graph, which would keep it."""
+    assert capture_id(device) == 0, "a graph must not hold one batch's content: give device tensors"

@@ -18,7 +18,13 @@ from torch import Tensor
 from truegraft.errors import ConfigError
 from truegraft.ops.interface import PAGE_RANK, LinearPart, RowPlan
 from truegraft.ops.triton import memory, tiles
-from truegraft.ops.triton.launch import INTERPRETED, launch, release_dependents, wait_for_inputs
+from truegraft.ops.triton.launch import (
+    INTERPRETED,
+    capture_id,
+    launch,
+    release_dependents,
+    wait_for_inputs,
+)
 
 MAX_PARTS = 3  # linears that share an input: q, k and v
 ITEM = 4  # fields of an item
@@ -51,18 +57,6 @@ class Signals:
             return None
         rows.claimed.add(word)
         return self._words[word : word + 1]
-
-
-def capture_id(device: torch.device) -> int:
-    """Which CUDA graph the current stream is being captured into; 0: none."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return 0
-    from cuda.bindings import driver
-
-    stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
-    error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
-    assert error == driver.CUresult.CUDA_SUCCESS, error
-    return int(number)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from truegraft.ops.interface import (
     TokenBatch,
 )
 from truegraft.ops.triton import attention, embedding, linear, lora, rowwise, sampling
+from truegraft.ops.triton.launch import check_not_captured
 from truegraft.ops.triton.sampling_rows import pack
 
 
@@ -64,10 +65,12 @@ class TritonOps:
         )
 
     def plan_rows(self, slots: Tensor, depth: Tensor | None = None, pages: int = 0) -> RowPlan:
+        assert depth is None or depth.device.type == self.device.type, "a copy would be a moment's"
         if slots.device.type == "cpu":
+            check_not_captured(self.device)
             lora.check_slots(slots, 0 if depth is None else len(depth))
             slots = slots.to(self.device)
-        depth = depth.to(self.device) if depth is not None and self._ordinals else None
+        depth = depth if self._ordinals else None
         ordinals = self._ordinals if depth is not None else 0
         return lora.plan_rows(slots, depth, ordinals, self._signals, pages)
 

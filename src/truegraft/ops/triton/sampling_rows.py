@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truegraft.ops.interface import SamplingRow
+from truegraft.ops.triton.launch import check_not_captured
 
 ALIGNMENT = 16  # bytes; Triton specialises kernels on it
 
@@ -74,6 +75,7 @@ def pack(
 
     Seeds, positions and sample indices count modulo 2⁶⁴, 2³² and 2³², as `ops.noise` reads them.
     """
+    check_not_captured(device)
     penalised = [row if row is not None and _is_penalised(row) else None for row in rows]
     masked = [row for row in rows if row is not None and row.allowed is not None]
     fields = {
